@@ -12,11 +12,11 @@ from fedring.privacy.integer_plan import BLOCK
 from fedring.privacy.integers import decode_sum
 from fedring.privacy.rotation import Rotation
 from fedring.secure import keys, masks, shamir
+from fedring.secure.keys import seal, share_digests
 from fedring.secure.levels import to_integers
 from fedring.secure.limits import bits_of_sum
 from fedring.secure.masks import masked_packet
 from fedring.secure.roster import roster_digest, survivors_statement
-from fedring.secure.sealing import seal, share_digests
 from fedring.signatures.digests import CONTEXT, task_digest
 from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb

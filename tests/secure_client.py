@@ -14,11 +14,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from numpy.typing import NDArray
 
 from fedring.privacy.integers import encode_private
-from fedring.secure.keys import draw_secrets, own_seed, pair_seed, share_key
+from fedring.secure.keys import draw_secrets, own_seed, pair_seed, seal, share_digests, share_key, unseal
 from fedring.secure.levels import bits_of, open_blocks, to_integers
 from fedring.secure.masks import mask, masked_packet, wrap
 from fedring.secure.roster import Roster, check_roster, signed_keys, survivors_statement
-from fedring.secure.sealing import seal, share_digests, unseal
 from fedring.secure.shamir import split
 from fedring.signatures.digests import task_digest
 from fedring.signatures.proofs import Proof, public_bytes, sign

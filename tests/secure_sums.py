@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedring.client.policy.identity import Signer
 from fedring.client.secure.participant import ClientIdentity, SecureParticipant
 from fedring.client.secure.state import SecureState
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 from fedring.secure.keys import own_seed, pair_seed
 from fedring.secure.masks import Words, mask, unwrap
 from fedring.secure.roster import Roster, check_roster

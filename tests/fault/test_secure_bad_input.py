@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedring.secure.sealing import DIGEST_BYTES, SEALED_BYTES
+from fedring.secure.keys import DIGEST_BYTES, SEALED_BYTES
 from fedring.secure.shamir import SHARE_BYTES
 from fedring.v1 import secure_pb2 as wire
 from tests.damage import ask

@@ -34,7 +34,7 @@ from fedring.ring.transport.frames import read as read_frame
 from fedring.ring.transport.frames import write as write_frame
 from fedring.rpc.errors import FedringError
 from fedring.schedules.schedule import Kind
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 from fedring.secure.levels import open_blocks
 from fedring.secure.roster import check_roster
 from fedring.server.update.admission import open_offer

@@ -22,7 +22,7 @@ from fedring.client.transfer.spool import Spool
 from fedring.codec.digest import is_called
 from fedring.daemon.lock import StateLock
 from fedring.rpc.tls import Tls
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 from fedring.server.config import ServerConfig
 from fedring.server.recovery import recover
 from fedring.server.state.backup.contents import read_contents

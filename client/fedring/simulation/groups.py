@@ -17,7 +17,7 @@ from fedring.client.secure.protection import SummedUpdates
 from fedring.client.transfer.residual import Residual
 from fedring.client.transfer.update import Update
 from fedring.codec.schema import Vectors
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 from fedring.secure.levels import bits_of
 from fedring.secure.limits import fewest_survivors, group_count, threshold
 from fedring.secure.masks import wrap

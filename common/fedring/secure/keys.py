@@ -1,19 +1,27 @@
-"""A client's secrets for one round, and the keys derived from them.
+"""A client's secrets for one round, their keys, and sealed shares.
 
-Keys are derived with X25519 and HKDF-SHA256.
+Keys are derived with X25519 and HKDF-SHA256. The server passes sealed shares on and must not read them:
+ChaCha20-Poly1305 (RFC 8439).
 """
 
 import secrets
 from dataclasses import dataclass
 
+from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
+from fedring.secure.shamir import SECRET_BYTES, SHARE_BYTES
 from fedring.signatures.digests import CONTEXT, digest_of
 
-SECRET_BYTES = 32
+SEALED_BYTES = 2 * SHARE_BYTES + 16
+DIGEST_BYTES = 32
+
+_NONCE = bytes(12)
+"""Always the same, because each key seals one text."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -74,6 +82,61 @@ def pair_seed(own: bytes, other: bytes, roster: bytes, first: str, second: str) 
 def own_seed(own_mask: bytes, roster: bytes, client: str) -> bytes:
     """Return the seed of a client's own mask, 32 bytes."""
     return _derive(own_mask, roster, "own", client)
+
+
+def seal(key: bytes, masking: bytes, own_mask: bytes) -> bytes:
+    """Return two shares, sealed, SEALED_BYTES long.
+
+    Args:
+        key: of `share_key`. Nothing else may be sealed with it.
+        masking: the share of the sender's masking key.
+        own_mask: the share of the seed of its own mask.
+    """
+    return ChaCha20Poly1305(key).encrypt(_NONCE, masking + own_mask, None)
+
+
+def unseal(key: bytes, sealed: bytes) -> tuple[bytes, bytes]:
+    """Return the two shares of a sender, SHARE_BYTES each.
+
+    They are the share of its masking key and the share of the seed of its own mask.
+
+    Raises:
+        SecureError: "bad_share", if they were not sealed with this key.
+    """
+    try:
+        opened = ChaCha20Poly1305(key).decrypt(_NONCE, sealed, None)
+    except InvalidTag:
+        opened = b""
+    if len(opened) != 2 * SHARE_BYTES:
+        raise SecureError("bad_share", "a share that another client has sealed does not open")
+    return opened[:SHARE_BYTES], opened[SHARE_BYTES:]
+
+
+def share_digests(roster: bytes, maker: str, holder: str, masking: bytes, own_mask: bytes) -> bytes:
+    """Return the digests of two sealed shares, 2 * DIGEST_BYTES.
+
+    The client that seals them tells the server these digests. With them the server checks a share that it is given
+    later. It learns nothing of a share that it is not given, because that is one of 2^521.
+
+    Args:
+        roster: the digest of the group.
+        maker: the client that seals.
+        holder: the client that opens.
+        masking: the share of the maker's masking key.
+        own_mask: the share of the seed of its own mask.
+    """
+    return share_digest(roster, maker, holder, masking, own_mask=False) + share_digest(
+        roster, maker, holder, own_mask, own_mask=True
+    )
+
+
+def share_digest(roster: bytes, maker: str, holder: str, share: bytes, *, own_mask: bool) -> bytes:
+    """Return the digest of one share, DIGEST_BYTES.
+
+    The share is of the seed of its maker's own mask, or of its masking key.
+    """
+    what = "share of own mask" if own_mask else "share of masking key"
+    return digest_of(what, [roster, maker.encode(), holder.encode(), share])
 
 
 def _agree(own: bytes, other: bytes) -> bytes:

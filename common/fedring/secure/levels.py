@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedring.codec.errors import CodecError
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 from fedring.secure.limits import bits_of_sum
 from fedring.secure.masks import mask
 from fedring.v1 import secure_pb2 as wire

@@ -10,9 +10,10 @@ from functools import cached_property
 
 from google.protobuf.message import DecodeError
 
-from fedring.secure.errors import SecureError
-from fedring.secure.keys import SECRET_BYTES, RoundSecrets, commitment, public_key
+from fedring.secure import SecureError
+from fedring.secure.keys import RoundSecrets, commitment, public_key
 from fedring.secure.limits import MAX_GROUP, MIN_GROUP, threshold
+from fedring.secure.shamir import SECRET_BYTES
 from fedring.signatures.digests import CONTEXT, digest_of, task_digest
 from fedring.signatures.proofs import BadProof, PrivateKey, Proof, PublicKey, sign, verify
 from fedring.v1 import federation_pb2 as pb

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedring.codec.errors import CodecError
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 from fedring.secure.levels import bits_of, largest_of, open_blocks, shorten, to_integers, weight_of
 from fedring.secure.masks import MaskedPacket, Width, masked_packet, packed_size, wrap
 from fedring.v1 import secure_pb2 as wire

@@ -13,12 +13,22 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedring.secure.errors import SecureError
-from fedring.secure.keys import RoundSecrets, commitment, draw_secrets, own_seed, pair_seed, public_key, share_key
+from fedring.secure import SecureError
+from fedring.secure.keys import (
+    SEALED_BYTES,
+    RoundSecrets,
+    commitment,
+    draw_secrets,
+    own_seed,
+    pair_seed,
+    public_key,
+    seal,
+    share_key,
+    unseal,
+)
 from fedring.secure.limits import bits_of_sum, threshold
 from fedring.secure.masks import GROUP, mask, pack, packed_size, unpack, unwrap, word_type, wrap
 from fedring.secure.roster import Roster, check_member, check_roster, signed_keys, survivors_statement
-from fedring.secure.sealing import SEALED_BYTES, seal, unseal
 from fedring.secure.shamir import SHARE_BYTES, BadShares, combine, split
 from fedring.signatures.digests import task_digest
 from fedring.signatures.proofs import (

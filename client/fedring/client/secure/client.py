@@ -33,7 +33,7 @@ from fedring.client.session.tries import Tries
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
 from fedring.rpc.errors import FedringError, Unavailable, UnknownRound, reason_of, status_of
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 from fedring.signatures.digests import task_digest
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire

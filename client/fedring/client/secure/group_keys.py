@@ -6,12 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.secure.errors import SecureError
-from fedring.secure.keys import RoundSecrets, own_seed, pair_seed, share_key
+from fedring.secure import SecureError
+from fedring.secure.keys import SEALED_BYTES, RoundSecrets, own_seed, pair_seed, seal, share_digests, share_key, unseal
 from fedring.secure.limits import fewest_survivors
 from fedring.secure.masks import Words, mask, word_type, wrap
 from fedring.secure.roster import Roster
-from fedring.secure.sealing import SEALED_BYTES, seal, share_digests, unseal
 from fedring.secure.shamir import split
 from fedring.signatures.proofs import BadProof, verify
 from fedring.v1 import federation_pb2 as pb

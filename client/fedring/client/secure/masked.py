@@ -17,7 +17,7 @@ from fedring.codec.digest import name_of
 from fedring.privacy.integer_plan import IntegerPlan
 from fedring.privacy.integers import RoundingFailed, encode_private
 from fedring.privacy.keystream import SECRET_BYTES
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 from fedring.secure.levels import shorten, to_integers, zero_integers
 from fedring.secure.masks import MASKED, Words, masked_packet
 from fedring.signatures.digests import task_digest

@@ -9,7 +9,7 @@ from fedring.client.policy.identity import PeerCheck, check_own_key, load_signer
 from fedring.client.secure.participant import ClientIdentity, SecureParticipant
 from fedring.client.secure.state import RoundName, SecureState, name_of
 from fedring.rpc.revocation import Revocations
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)

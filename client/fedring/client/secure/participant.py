@@ -21,7 +21,7 @@ from fedring.client.policy.identity import Signer
 from fedring.client.secure.group_keys import GroupKeys, check_signatures, check_survivors, to_release
 from fedring.client.secure.state import RoundRecord, SecureState, name_of
 from fedring.daemon.crash import crashpoint
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 from fedring.secure.keys import RoundSecrets, commitment, draw_secrets
 from fedring.secure.levels import bits_of
 from fedring.secure.masks import MAX_BITS, Words

@@ -17,7 +17,7 @@ from fedring.client.transfer.residual import Residual
 from fedring.client.transfer.update import Update
 from fedring.codec import Vectors
 from fedring.privacy.integer_plan import IntegerPlan
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 from fedring.secure.levels import bits_of
 from fedring.secure.masks import MASKED
 from fedring.train.tensors.download import HeldModel

@@ -31,7 +31,7 @@ from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
 from fedring.daemon.durable import make_folder, replace_with_digest, text_after_digest
 from fedring.daemon.wording import counted
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 from fedring.secure.limits import MIN_GROUP
 from fedring.untrusted import parse_json
 

@@ -25,7 +25,7 @@ from fedring.client.secure.released import Released
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
 from fedring.daemon.durable import make_folder, replace_with_digest, sync, text_after_digest
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 from fedring.untrusted import parse_json
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from fedring.secure.keys import commitment, own_seed, pair_seed, public_key
+from fedring.secure.keys import DIGEST_BYTES, commitment, own_seed, pair_seed, public_key, share_digest
 from fedring.secure.roster import Roster
-from fedring.secure.sealing import DIGEST_BYTES, share_digest
 from fedring.secure.shamir import BadShares, combine
 from fedring.server.model.masked_sum import GroupMasks
 from fedring.server.secure.correcting import correct

@@ -6,11 +6,10 @@ from functools import cached_property
 from typing import Any
 
 from fedring.rpc.errors import BadRequest, UnknownRound
-from fedring.secure.errors import SecureError
-from fedring.secure.keys import draw_secrets, pair_seed
+from fedring.secure import SecureError
+from fedring.secure.keys import DIGEST_BYTES, SEALED_BYTES, draw_secrets, pair_seed
 from fedring.secure.levels import bits_of
 from fedring.secure.roster import CheckIdentity, Member, Roster, check_member, survivors_statement
-from fedring.secure.sealing import DIGEST_BYTES, SEALED_BYTES
 from fedring.secure.shamir import SHARE_BYTES
 from fedring.server.model.masked_sum import PrivateIntegers
 from fedring.server.round.machine import IllegalEvent

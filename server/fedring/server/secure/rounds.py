@@ -18,7 +18,7 @@ from fedring.daemon.metrics import Registry
 from fedring.rpc.certificates import identity_of, load_authorities
 from fedring.rpc.errors import BadRequest, UnknownRound
 from fedring.rpc.identity import Role
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 from fedring.secure.roster import Member
 from fedring.server.model.masked_sum import BadSum, GroupMasks
 from fedring.server.round.dispatch import Dispatch

@@ -21,7 +21,7 @@ from fedring.client.secure.masked import private_integers
 from fedring.codec import CodecError
 from fedring.control.failure import Failure
 from fedring.privacy.account import epsilon
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 from fedring.secure.limits import fewest_survivors, honest_survivors, threshold
 from fedring.secure.masks import mask, masked_packet, wrap
 from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers, open_groups

@@ -17,7 +17,7 @@ from fedring.client.secure.released import RELEASED, Released, Sums
 from fedring.client.secure.state import FOLDER, SecureState
 from fedring.codec import Vectors
 from fedring.daemon.config import ConfigError
-from fedring.secure.errors import SecureError
+from fedring.secure import SecureError
 
 pytestmark = pytest.mark.usefixtures("fast_disk")
 

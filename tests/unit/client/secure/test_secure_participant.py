@@ -30,8 +30,8 @@ from fedring.client.secure.participant import SecureParticipant
 from fedring.client.secure.state import FOLDER, SecureState, name_of
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import text_after_digest
+from fedring.secure import keys as keys_module
 from fedring.secure import masks as masks_module
-from fedring.secure import sealing as sealing_module
 from fedring.secure.limits import threshold
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
@@ -97,7 +97,7 @@ def test_no_key_seals_two_texts_and_no_mask_covers_two_updates(
 ) -> None:
     texts: dict[bytes, set[bytes]] = defaultdict(set)
     covered: dict[tuple[str, bytes], set[bytes]] = defaultdict(set)
-    seal, mask = sealing_module.seal, masks_module.mask
+    seal, mask = keys_module.seal, masks_module.mask
     now: list[tuple[str, bytes]] = []
 
     def sealing(key: bytes, masking: bytes, own_mask: bytes) -> bytes:

@@ -24,9 +24,8 @@ from tests.secure_sums import (
 
 from fedring.client.secure import participant as participant_module
 from fedring.client.secure.participant import ClientIdentity, SecureParticipant
-from fedring.secure.errors import SecureError
-from fedring.secure.keys import commitment
-from fedring.secure.sealing import SEALED_BYTES
+from fedring.secure import SecureError
+from fedring.secure.keys import SEALED_BYTES, commitment
 from fedring.secure.shamir import BadShares, combine
 from fedring.v1 import secure_pb2 as wire
 

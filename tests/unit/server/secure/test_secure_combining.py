@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedring.secure.keys import RoundSecrets, draw_secrets, own_seed, pair_seed
+from fedring.secure.keys import RoundSecrets, draw_secrets, own_seed, pair_seed, share_digests
 from fedring.secure.limits import bits_of_sum, threshold
 from fedring.secure.masks import mask, unwrap, wrap
 from fedring.secure.roster import Roster, check_member, signed_keys
-from fedring.secure.sealing import share_digests
 from fedring.secure.shamir import PRIME, SHARE_BYTES, split
 from fedring.server.secure import combining
 from fedring.server.secure.combining import Agreed, Unmasking, unmask
