@@ -18,9 +18,8 @@ from itertools import islice
 
 from fedring.secure.keys import DIGEST_BYTES, commitment, own_seed, pair_seed, public_key, share_digest
 from fedring.secure.roster import Roster
-from fedring.secure.shamir import BadShares, combine
+from fedring.secure.shamir import BadShares, combine, correct
 from fedring.server.model.masked_sum import GroupMasks
-from fedring.server.secure.correcting import correct
 
 MOST_TRIES = 100
 """How often wrong shares that nobody can tell from right ones are looked for in a group, at most: 20 ms each."""

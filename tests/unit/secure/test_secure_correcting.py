@@ -6,8 +6,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedring.secure.shamir import PRIME, SHARE_BYTES, BadShares, combine, split
-from fedring.server.secure.correcting import correct
+from fedring.secure.shamir import PRIME, SHARE_BYTES, BadShares, combine, correct, split
 
 EDGES = (0, 1, PRIME - 1, PRIME, 2 ** (8 * SHARE_BYTES) - 1)
 
