@@ -1,7 +1,7 @@
-"""Pydantic's findings in words that state the demand on the value."""
+"""Words of sentences for people, such as Pydantic's findings as demands on a value."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _WHOLE, _NUMBER, _BOOL = "must be a whole number", "must be a number", "must be true or false"
@@ -63,3 +63,9 @@ def either(texts: list[str]) -> str:
 def counted(count: int, noun: str) -> str:
     """Format a number of things, such as "1 round" or "3 rounds"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Format names for a sentence: the first ones, and how many more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fedring.control import figures
 from fedring.control.calls import Control
 from fedring.ctl.output import quality
-from fedring.daemon.wording import counted
+from fedring.daemon.wording import counted, listed
 from fedring.train.metrics import best_of, result_of
 from fedring.v1 import control_pb2 as pb
 
@@ -61,6 +61,5 @@ def _never(rounds: Sequence[pb.Round]) -> str:
     never = sorted({name for round_ in rounds for name in round_.missing} - trained)
     if not never:
         return ""
-    more = len(never) - _MOST_NAMED
-    names = ", ".join(never[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-    return f"{names} never trained: see `flctl rounds`, and {'its log' if len(never) == 1 else 'their logs'}"
+    logs = "its log" if len(never) == 1 else "their logs"
+    return f"{listed(never, _MOST_NAMED)} never trained: see `flctl rounds`, and {logs}"

@@ -24,7 +24,7 @@ from fedring.ctl.options import DEFAULT_SERVER, KeyOption, OutputOption, ServerO
 from fedring.ctl.output import Output, print_json, say, to_dict, warn
 from fedring.daemon.config import COMMAND_LINE, ConfigError, merge, parse_overrides, read_document
 from fedring.daemon.exits import Exit
-from fedring.daemon.wording import counted
+from fedring.daemon.wording import counted, listed
 from fedring.rpc.probe import Listener, listener_at
 from fedring.train.jobs.start import FRESH, NEWEST
 from fedring.v1 import control_pb2 as pb
@@ -35,7 +35,6 @@ Overrides = Annotated[
         metavar="[KEY=VALUE]...", help="Keys of the job, such as epochs=2 or lr=0.1.", autocompletion=job_keys
     ),
 ]
-_MOST_NAMED = 10  # jobs in a sentence
 _ASK_SECONDS = 0.2  # between two questions whether a server has started
 
 Start = Callable[[Control], pb.StartReply]
@@ -213,9 +212,8 @@ def _start(server: str, start: Start, *, wait: bool, output: Output, log: Log | 
 
 def _after(reply: pb.StartReply) -> str:
     """Return a clause on the jobs that a job waits for."""
-    more = f" and {len(reply.after) - _MOST_NAMED} more" if len(reply.after) > _MOST_NAMED else ""
-    names = ", ".join(map(str, reply.after[:_MOST_NAMED]))
-    return f", after job {names}{more}: see `flctl jobs`" if reply.after else ""
+    names = listed([*map(str, reply.after)])
+    return f", after job {names}: see `flctl jobs`" if reply.after else ""
 
 
 def _follow(control: Control, reply: pb.StartReply, events: Events, output: Output, log: Log | None) -> None:

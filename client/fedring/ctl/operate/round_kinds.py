@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from math import ceil
 
 from fedring.ctl.output import duration, percent
-from fedring.daemon.wording import counted
+from fedring.daemon.wording import counted, listed
 from fedring.v1 import control_pb2 as pb
 
-_LAST, _MOST = 10, 10  # buffers, and clients that are named of them
+_LAST = 10  # buffers
 _BAR = 30  # letters of the longest bar
 
 
@@ -68,9 +68,8 @@ def shares(rounds: Sequence[pb.Round]) -> str:
     if not counts:
         return ""
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))  # a map of the wire has no order
-    most = [f"{client} {percent(count / counts.total())}" for client, count in ranked[:_MOST]]
-    more = f" and {len(counts) - _MOST} more" if len(counts) > _MOST else ""
-    return f"shares of the last {counted(len(last), 'buffer')}: {', '.join(most)}{more}"
+    parts = [f"{client} {percent(count / counts.total())}" for client, count in ranked]
+    return f"shares of the last {counted(len(last), 'buffer')}: {listed(parts)}"
 
 
 def _steps_sentence(steps: pb.SecureProgress) -> str:

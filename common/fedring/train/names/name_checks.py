@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fedring.daemon.checks import Check, Level
+from fedring.daemon.wording import listed
 from fedring.data import DataError
 from fedring.data.images import FROM_FOLDER
 from fedring.offers import Kind
@@ -54,16 +55,10 @@ def check_offered(offered: Offered) -> Iterator[Check]:
     """
     names = offered.names()
     for kind, of_kind in names.items():
-        yield Check(f"offered as {kind}", Level.OK, _listed(of_kind))
+        yield Check(f"offered as {kind}", Level.OK, listed(of_kind, _MOST_LISTED))
     for module in offered.without_offers():
         advice = 'mark its functions with fedring.offers.offers, or name them: trusted = ["module:function as kind"]'
         yield Check("trusted", Level.WARN, f"{module} offers nothing that jobs could name", advice)
-
-
-def _listed(names: list[str]) -> str:
-    """Return names as one line; of a long list, its beginning."""
-    more = len(names) - _MOST_LISTED
-    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_device(name: str) -> Check:

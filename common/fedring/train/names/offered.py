@@ -27,6 +27,7 @@ from typing import Any
 from torch import nn
 
 from fedring import vision
+from fedring.daemon.wording import listed
 from fedring.job_code import job_code
 from fedring.offers import KINDS, Kind, can_be_offered, marks_of
 from fedring.train.errors import SeamError
@@ -146,9 +147,7 @@ class Offered:
         names = self._sources.edited()
         if not names:
             return ""
-        more = len(names) - _MOST_EDITED
-        shown = ", ".join(names[:_MOST_EDITED]) + (f" and {more} more" if more > 0 else "")
-        return f"{shown} {'was' if len(names) == 1 else 'were'} edited after {program}"
+        return f"{listed(names, _MOST_EDITED)} {'was' if len(names) == 1 else 'were'} edited after {program}"
 
     def without_offers(self) -> list[str]:
         """Return the trusted modules that offer nothing."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from math import inf
 
-from fedring.daemon.wording import counted
+from fedring.daemon.wording import counted, listed
 from fedring.rpc.address import ANY_HOST
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, RoundRules, RoundState
@@ -11,7 +11,6 @@ from fedring.server.round.open_round import OpenRound
 from fedring.train.jobs.labels import shown
 
 _SECONDS = 0.5  # least time between two sentences on one round
-_MOST_NAMES = 10  # missing clients that a sentence lists
 
 
 class RoundProgress:
@@ -90,11 +89,11 @@ def _readiness(state: RoundState, rules: RoundRules) -> str:
         here = f"{suitable} of {counted(len(state.members), 'client')} here with" if suitable else "no client here has"
         labels = f"; {here} {shown(rules.labels)}"
     late = rd.late(state, rules)
-    busy = f"; still at work for rounds that have ended: {_listed(late)}" if late else ""
+    busy = f"; still at work for rounds that have ended: {listed(late)}" if late else ""
     if undecided := rd.unapproved(state, rules):
         approved = suitable - len(undecided)
-        busy += f"; {approved} of {counted(suitable, 'site')} have approved the job, not yet: {_listed(undecided)}"
-    left_out = f"; left out for wrong shares: {_listed(sorted(rules.left_out))}" if rules.left_out else ""
+        busy += f"; {approved} of {counted(suitable, 'site')} have approved the job, not yet: {listed(undecided)}"
+    left_out = f"; left out for wrong shares: {listed(sorted(rules.left_out))}" if rules.left_out else ""
     return f"ready={have}/{expected} (min={rd.needed(rules)}, barrier {rules.barrier}){labels}{busy}{left_out}"
 
 
@@ -113,9 +112,4 @@ def _to_start(count: int, rules: RoundRules, listen: str) -> str:
 
 
 def _without(missing: list[str]) -> str:
-    return f", without {_listed(missing)}" if missing else ""
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+    return f", without {listed(missing)}" if missing else ""
