@@ -3,7 +3,7 @@
 The server learns the sum of a group's updates, and nothing else of them.
 
 `events` are the steps as values, `machine` says when each is due and who is out, and `combining` makes the seeds of
-masks of the clients' shares. None of these reads a clock, sends or stores. `steps` fits them into the round's machine,
-`service` takes the clients' messages, `exchange` and `asking` hold what they have sent and are told, and `rounds`
-performs. Of the server, this room imports `model`, `round`, `sessions` and `state`.
+masks of the clients' shares. None of these reads a clock, sends or stores. `exchange` holds what the clients have sent
+and are told, and `rounds` takes their messages and performs. Of the server, this room imports `model`, `round`,
+`sessions` and `state`.
 """

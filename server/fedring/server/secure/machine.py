@@ -7,15 +7,18 @@ necessary, and `wake_at(state)` when to ask again if no event comes. Nothing her
     (all clients)        └──── each group for itself; GroupFailed ends the way of one group at any step ────┘
 
 A client that does not answer in its step is out of the round. Each step ends when all clients have answered that can
-still come, and after `step_seconds` at the latest, except for the updates: these end with the round's training.
+still come, and after `step_seconds` at the latest, except for the updates: these end with the round's training. The
+machine of the round drives this one, as its steps.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from random import Random
 
+from fedring.daemon.wording import listed
 from fedring.secure.limits import group_count
+from fedring.server.round import events as rd
 from fedring.server.round.machine import IllegalEvent
 from fedring.server.secure.events import (
     ORDER,
@@ -40,6 +43,55 @@ from fedring.server.secure.events import (
 
 TOO_FEW_FOR_THRESHOLD = "too_few_for_threshold"
 TOO_FEW_TO_UNMASK = "too_few_to_unmask"
+
+
+@dataclass(frozen=True, slots=True)
+class SecureSteps:
+    """Secure aggregation in the form of a round's steps."""
+
+    state: ProtocolState
+
+    @property
+    def ended(self) -> bool:
+        """Whether all groups have failed, or their masks are known."""
+        return self.state.ended
+
+    def happened(self, event: object, now: float) -> "SecureSteps":
+        """Return the state after an event of the secure aggregation."""
+        if not isinstance(event, Event):
+            raise IllegalEvent(f"{event} is no event of secure aggregation")
+        return SecureSteps(apply(self.state, event, now))
+
+    def closed(self, delivered: frozenset[str]) -> "SecureSteps":
+        """Return the state after the round has closed.
+
+        `delivered` are the clients whose updates it has.
+        """
+        return SecureSteps(apply(self.state, UpdatesClosed(delivered), 0.0))
+
+    def delayed(self, seconds: float) -> "SecureSteps":
+        """Return the state after a time without progress."""
+        return SecureSteps(apply(self.state, StepsDelayed(seconds), 0.0))
+
+    def due(self, reachable: frozenset[str], now: float) -> rd.Effect | None:
+        """Return the effect that is due now, if there is one.
+
+        `reachable` are the clients that can still answer.
+        """
+        match due(self.state, reachable, now):
+            case None:
+                return None
+            case GiveUp(reason):
+                return rd.Abandon(reason, _too_few(self.state))
+            case effect:
+                return rd.TakeStep(effect)
+
+    def wake_at(self) -> float:
+        """Return when `due` may change without an event.
+
+        In monotonic seconds; inf means never.
+        """
+        return wake_at(self.state)
 
 
 def apply(state: ProtocolState, event: Event, now: float) -> ProtocolState:
@@ -245,6 +297,16 @@ def _give_up(state: ProtocolState) -> GiveUp | None:
         return None
     asked_for_updates = any(group.peers for group in state.groups)
     return GiveUp(TOO_FEW_TO_UNMASK if state.accepted is not None and asked_for_updates else TOO_FEW_FOR_THRESHOLD)
+
+
+def _too_few(state: ProtocolState) -> str:
+    if not state.groups:
+        answered, asked = len(state.keys), len(state.clients)
+        return f"{answered} of {asked} clients have sent their keys in time, and {state.rules.fewest} are needed"
+    left = sum(len(group.survivors or group.peers) for group in state.groups if not group.reason)
+    liars = sorted(name for group in state.groups for name in group.liars)
+    why = f": bad_share: {listed(liars)} sent wrong shares" if liars else ""
+    return f"the masks of {left} updates can be removed, and {state.rules.needed} updates are needed{why}"
 
 
 def _replace(state: ProtocolState, place: int, group: Group) -> ProtocolState:

@@ -5,6 +5,7 @@ Whatever a client is told is durable before. What was decided once is never deci
 
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 from grpc import aio
 
 from fedring.codec import CodecError
-from fedring.daemon.metrics import Registry
+from fedring.daemon.metrics import SECONDS, Registry
+from fedring.daemon.wording import listed
 from fedring.rpc.certificates import identity_of, load_authorities
 from fedring.rpc.errors import BadRequest, UnknownRound
 from fedring.rpc.identity import Role
@@ -28,13 +30,10 @@ from fedring.server.round.opening import RECOVERY_SECONDS
 from fedring.server.round.rounds import Rounds
 from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
-from fedring.server.secure.asking import StepEvents
 from fedring.server.secure.combining import unmask
 from fedring.server.secure.events import SecureStep
-from fedring.server.secure.exchange import KINDS, Message, SecureExchange
-from fedring.server.secure.machine import form_groups
-from fedring.server.secure.service import SecureAggregationService
-from fedring.server.secure.steps import SecureMetrics, SecureSteps, listed
+from fedring.server.secure.exchange import KINDS, Message, SecureExchange, StepEvents
+from fedring.server.secure.machine import SecureSteps, form_groups
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import Acceptance, ChargeRow, RoundRow
@@ -42,7 +41,7 @@ from fedring.server.state.secure_rows import SecureMessageRow, SecureRoundRow
 from fedring.server.state.sql.rounds import RoundStore
 from fedring.signatures.proofs import BadProof, Proof, check_chain
 from fedring.v1 import secure_pb2 as wire
-from fedring.v1.secure_pb2_grpc import add_SecureAggregationServiceServicer_to_server
+from fedring.v1 import secure_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +72,17 @@ CRASH_POINTS = {
 
 FAILURE_CRASH_POINTS = {"before_secure_failure_commit", "after_secure_failure_commit"}
 """Crash points around the decision that the sum of a group will never be known."""
+
+
+class SecureMetrics:
+    """Counts the steps of all groups of all rounds."""
+
+    def __init__(self, registry: Registry) -> None:
+        steps = [step for step in ev.SecureStep if step is not ev.SecureStep.DONE]
+        text = "What each step of secure aggregation took, group by group."
+        self.seconds = registry.histogram("fl_server_secure_step_seconds", text, SECONDS, step=steps)
+        text = "Clients that secure aggregation went on without from each of its steps on."
+        self.lost = registry.counter("fl_server_secure_lost_clients_total", text, step=steps)
 
 
 class SecureRounds(KindMaker):
@@ -115,7 +125,7 @@ class SecureRounds(KindMaker):
 
     def add_services(self, server: aio.Server) -> None:
         """See KindMaker.add_services."""
-        add_SecureAggregationServiceServicer_to_server(SecureAggregationService(self.take, self._sessions), server)
+        rpc.add_SecureAggregationServiceServicer_to_server(SecureAggregationService(self.take, self._sessions), server)
 
     async def take(self, client: str, message: Message) -> None:
         """Take a client's message into its round.
@@ -176,6 +186,33 @@ class SecureRounds(KindMaker):
         if client not in kind.exchange.state.clients:
             raise UnknownRound(f"{client} was not selected for round {number}", reason="not_selected")
         return kind
+
+
+class SecureAggregationService(rpc.SecureAggregationServiceServicer):
+    """Receives the secure-aggregation messages of clients in session.
+
+    Each is durable before it is answered, and may be repeated.
+    """
+
+    def __init__(self, take: Callable[[str, Message], Awaitable[None]], sessions: Sessions) -> None:
+        self._take_from, self._sessions = take, sessions
+
+    async def SendKeys(self, request: wire.SecureKeys, context: Any) -> wire.SecureAck:
+        return await self._take(request, context)
+
+    async def SendShares(self, request: wire.SecureShares, context: Any) -> wire.SecureAck:
+        return await self._take(request, context)
+
+    async def SignSurvivors(self, request: wire.SurvivorsSignature, context: Any) -> wire.SecureAck:
+        return await self._take(request, context)
+
+    async def SendUnmaskShares(self, request: wire.UnmaskShares, context: Any) -> wire.SecureAck:
+        return await self._take(request, context)
+
+    async def _take(self, message: Message, context: Any) -> wire.SecureAck:
+        session = self._sessions.of(context)
+        await self._take_from(session.client_id, message)
+        return wire.SecureAck()
 
 
 class SecureRound(RoundKind):

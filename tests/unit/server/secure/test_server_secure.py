@@ -16,8 +16,8 @@ from fedring.server.round.events import Delayed, Phase, Round, RoundRules, Round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.secure.events import Group, ProtocolState, SecureRules, SecureStep, SignersChosen
 from fedring.server.secure.exchange import SecureExchange
+from fedring.server.secure.machine import SecureSteps
 from fedring.server.secure.rounds import SecureRounds
-from fedring.server.secure.steps import SecureSteps
 from fedring.server.sessions.sessions import Session
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.server.state.secure_rows import SecureMessageRow
