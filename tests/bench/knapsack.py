@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedring.client.secure.masked import level_integers
+from fedring.client.secure.protection import level_integers
 from fedring.data import mnist
 from fedring.secure.levels import to_integers
 from fedring.v1 import secure_pb2 as wire

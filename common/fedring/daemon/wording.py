@@ -1,4 +1,4 @@
-"""Words of sentences for people, such as Pydantic's findings as demands on a value."""
+"""Parts of sentences, and Pydantic's findings in words that state demands."""
 
 import re
 from collections.abc import Mapping, Sequence

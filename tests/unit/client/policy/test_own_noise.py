@@ -17,7 +17,7 @@ from tests.secure_sums import Client, Group, command_of, names_of, survivors_of
 
 from fedring.client.policy.ledger import Ledger
 from fedring.client.policy.privacy import SitePolicy, own_noise_refusal, refusal
-from fedring.client.secure.masked import private_integers
+from fedring.client.secure.protection import private_integers
 from fedring.codec import CodecError
 from fedring.control.failure import Failure
 from fedring.privacy.account import epsilon

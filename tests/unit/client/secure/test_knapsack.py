@@ -19,7 +19,7 @@ from tests.attacks.knapsack import (
     wide,
 )
 
-from fedring.client.secure.masked import level_integers
+from fedring.client.secure.protection import level_integers
 from fedring.data import digits
 from fedring.train.models import digits_mlp
 from fedring.v1 import secure_pb2 as wire
