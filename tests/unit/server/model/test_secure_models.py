@@ -20,7 +20,7 @@ from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.config import ServerConfig
 from fedring.server.model.masked_sum import GroupMasks
 from fedring.server.model.models import Models
-from fedring.server.model.secure_scales import Pace, Spread, pace_in, secure_round
+from fedring.server.model.transforms.masked import Pace, Spread, pace_in, secure_round
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.checked import read_checked
@@ -29,6 +29,7 @@ from fedring.server.state.failures import DamagedModel, DamagedUpdates
 from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
 from fedring.server.state.sql.store import Store
 from fedring.train.jobs.job import Job
+from fedring.train.jobs.secure_table import SecureAggregation
 from fedring.v1.secure_pb2 import SecureRound
 
 SIZE = 5000
@@ -231,8 +232,17 @@ def test_a_damaged_spread_is_the_models_damage(rounds: Rounds) -> None:
         secure_round_of(rounds.models.maker, base, job)
 
 
-def row(size: int = SIZE) -> ModelRow:
-    return ModelRow(1, 0, "", "", "", size, 0, 0.0)
+def row() -> ModelRow:
+    return ModelRow(1, 0, "", "", "", SIZE, 0, 0.0)
+
+
+def table_of(job: Job) -> SecureAggregation:
+    assert job.secure_aggregation is not None
+    return job.secure_aggregation
+
+
+def round_of(job: Job, known: Pace | None) -> SecureRound:
+    return secure_round(job, table_of(job), row(), known)
 
 
 def pace(changes: NDArray[np.float64], waiting: int | NDArray[np.int64] = 1) -> Pace:
@@ -247,7 +257,7 @@ def read_pace(spread: Spread) -> Pace:
 def test_the_blocks_are_sent_in_which_most_should_have_gathered() -> None:
     job, changes, waiting = spec({"keep_ratio": 0.1}), np.linspace(1, 2, 79), np.ones(79, np.int64)
     waiting[:4] = 5
-    blocks = open_blocks(secure_round(job, row(), pace(changes, waiting)), SIZE)
+    blocks = open_blocks(round_of(job, pace(changes, waiting)), SIZE)
     assert blocks.indices.tolist() == [0, 1, 2, 3, 75, 76, 77, 78]
     np.testing.assert_allclose(blocks.scales, 0.5 * (changes * waiting)[blocks.indices], rtol=1e-6)
 
@@ -257,9 +267,9 @@ def test_each_block_gets_its_turn_even_if_it_never_changes(weakest: float) -> No
     job, changes = spec({"keep_ratio": 0.1}), np.linspace(weakest, 1, 79)
     known, sent = None, np.zeros(79, np.int64)
     for _ in range(100):
-        blocks = open_blocks(secure_round(job, row(), known), SIZE)
+        blocks = open_blocks(round_of(job, known), SIZE)
         assert len(blocks.indices) == 8
-        spread, delta = Spread(job, blocks, known), np.zeros((79, 64))
+        spread, delta = Spread(table_of(job), blocks, known), np.zeros((79, 64))
         waited = np.ones(79) if known is None else known.waiting
         delta[blocks.indices] = (changes * waited)[blocks.indices, None]
         spread.watch(0, delta.ravel()[:SIZE])
@@ -275,15 +285,14 @@ def test_each_block_gets_its_turn_even_if_it_never_changes(weakest: float) -> No
 def test_blocks_that_were_never_sent_come_first_with_steps_like_the_others() -> None:
     changes = np.linspace(1, 2, 79)
     changes[:8] = 0
-    blocks = open_blocks(secure_round(spec({"keep_ratio": 0.1}), row(), pace(changes, 3)), SIZE)
+    blocks = open_blocks(round_of(spec({"keep_ratio": 0.1}), pace(changes, 3)), SIZE)
     assert blocks.indices.tolist() == [*range(8)]
     np.testing.assert_allclose(blocks.scales, 0.5 * 3 * np.sqrt(np.mean(changes[8:] ** 2)), rtol=1e-6)
 
 
 def test_at_first_blocks_go_by_an_order_that_is_drawn_for_each_job() -> None:
     one, two, again = (
-        open_blocks(secure_round(spec({"keep_ratio": 0.1}, seed=seed), row(), None), SIZE).indices.tolist()
-        for seed in (1, 2, 1)
+        open_blocks(round_of(spec({"keep_ratio": 0.1}, seed=seed), None), SIZE).indices.tolist() for seed in (1, 2, 1)
     )
     assert one == again != two
     assert one[-1] - one[0] > 8
@@ -292,23 +301,23 @@ def test_at_first_blocks_go_by_an_order_that_is_drawn_for_each_job() -> None:
 def test_a_block_with_little_change_keeps_a_step_of_an_eighth_of_the_mean() -> None:
     changes = np.ones(79)
     changes[0] = 1e-20
-    scales = open_blocks(secure_round(spec(), row(), pace(changes)), SIZE).scales
+    scales = open_blocks(round_of(spec(), pace(changes)), SIZE).scales
     assert scales[0] == pytest.approx(0.5 / 8, rel=0.01)
 
 
 def test_after_a_first_step_that_was_too_large_the_next_one_is_an_eighth_of_it() -> None:
     job = spec()
-    blocks = open_blocks(secure_round(job, row(), None), SIZE)
-    spread = Spread(job, blocks, None)
+    blocks = open_blocks(round_of(job, None), SIZE)
+    spread = Spread(table_of(job), blocks, None)
     spread.watch(0, np.zeros(SIZE))
-    finer = open_blocks(secure_round(job, row(), read_pace(spread)), SIZE)
+    finer = open_blocks(round_of(job, read_pace(spread)), SIZE)
     np.testing.assert_allclose(finer.scales, blocks.scales / 8, rtol=1e-6)
 
 
 def test_steps_become_finer_when_all_levels_are_zero_and_stay_where_nothing_was_sent() -> None:
     job, before = spec({"keep_ratio": 0.1}), pace(np.linspace(1, 2, 79), 3)
-    blocks = open_blocks(secure_round(job, row(), before), SIZE)
-    spread = Spread(job, blocks, before)
+    blocks = open_blocks(round_of(job, before), SIZE)
+    spread = Spread(table_of(job), blocks, before)
     spread.watch(0, np.zeros(SIZE))
     wanted, waiting = before.changes.copy(), np.full(79, 4)
     wanted[blocks.indices] /= 8
@@ -319,8 +328,8 @@ def test_steps_become_finer_when_all_levels_are_zero_and_stay_where_nothing_was_
 
 def test_the_spread_does_not_depend_on_how_the_model_is_cut() -> None:
     job, delta = spec(), np.random.default_rng(0).standard_normal(SIZE)
-    blocks = open_blocks(secure_round(job, row(), None), SIZE)
-    one, two = Spread(job, blocks, None), Spread(job, blocks, None)
+    blocks = open_blocks(round_of(job, None), SIZE)
+    one, two = Spread(table_of(job), blocks, None), Spread(table_of(job), blocks, None)
     one.watch(0, delta)
     two.watch(1000, delta[1000:])
     two.watch(0, delta[:1000])
@@ -328,10 +337,10 @@ def test_the_spread_does_not_depend_on_how_the_model_is_cut() -> None:
 
 
 def test_the_clients_caps_are_those_of_the_job() -> None:
-    assert secure_round(spec(), row(), None).max_weight == 0
-    assert secure_round(spec(weights="samples", max_samples=30), row(), None).max_weight == 30
-    assert secure_round(spec(weights="samples"), row(), None).max_weight == 1000
-    assert secure_round(spec(update_clip=2.5), row(), None).clip == 2.5
+    assert round_of(spec(), None).max_weight == 0
+    assert round_of(spec(weights="samples", max_samples=30), None).max_weight == 30
+    assert round_of(spec(weights="samples"), None).max_weight == 1000
+    assert round_of(spec(update_clip=2.5), None).clip == 2.5
 
 
 @pytest.mark.parametrize(
