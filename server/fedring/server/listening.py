@@ -80,7 +80,7 @@ async def listen(
         ConfigError: One of them cannot be bound.
     """
     metrics = parts.metrics
-    security = Security(config, parts.facts, stack, most, note=parts.receipts.verb)
+    security = Security(config, parts.facts, stack, most, for_clients=CLIENT_SERVICES, note=parts.receipts.verb)
     await security.tokens.load()
     metrics.guard.read(security.tally)
     metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)

@@ -5,7 +5,7 @@ It goes after the Boundary.
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -39,13 +39,6 @@ REASONS = (
 
 _HANDSHAKE = "handshake"
 _MOST_PEERS = 1 << 16
-_CLIENTS = {
-    "TrainCmdService",
-    "ModelBlobService",
-    "ClientUpdateService",
-    "RendezvousService",
-    "SecureAggregationService",
-}
 _OPERATORS = {"ControlService", "TokenService"}
 _ANYBODY = {"grpc.health.v1.Health"}
 _READS = ("Get", "List", "Watch")  # calls that change nothing, so they are not written to the audit log
@@ -186,6 +179,7 @@ class Auth(aio.ServerInterceptor):
 
     policy: PortPolicy
     audit: Audit
+    for_clients: Collection[str]  # the full names of the services that only clients may call
     tally: AuthCounts = field(default_factory=AuthCounts)
     _calls: set["CallInProgress"] = field(
         default_factory=set
@@ -223,7 +217,7 @@ class Auth(aio.ServerInterceptor):
         try:
             if _service_of(method) not in _ANYBODY:
                 who = await self.policy.identify(context)
-                allow(who, method, request)
+                allow(who, method, request, self.for_clients)
                 IDENTITY.set(who)
             async with self._until_revoked(who, context) as entered:
                 yield entered
@@ -325,21 +319,22 @@ class WholeSends:
                 call.cancel()
 
 
-def allow(who: Identity, method: str, request: Any) -> None:
+def allow(who: Identity, method: str, request: Any, for_clients: Collection[str]) -> None:
     """Check that a caller may make a call.
 
     Args:
         who: The caller.
         method: The path of the method, "/package.Service/Method".
         request: The first message of the call; a JoinRequest is checked against the caller's name.
+        for_clients: The full names of the services that only clients may call.
 
     Raises:
         NotAllowed: If the caller may not.
     """
-    service = _service_of(method).rpartition(".")[2]
-    if service in _OPERATORS and not who.is_a(Role.OPERATOR):
+    service = _service_of(method)
+    if service.rpartition(".")[2] in _OPERATORS and not who.is_a(Role.OPERATOR):
         raise NotAllowed(f"{who} is not an operator", reason="not_operator")
-    if service in _CLIENTS and not who.is_a(Role.CLIENT):
+    if service in for_clients and not who.is_a(Role.CLIENT):
         raise NotAllowed(f"{who} is not a client", reason="not_client")
     if isinstance(request, JoinRequest) and not who.speaks_for(request.client_id):
         raise NotAllowed(

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
@@ -45,6 +45,7 @@ class Security:
         stack: ExitStack,
         most: Shares,
         *,
+        for_clients: Collection[str],
         note: Callable[[str, str, str], None] = lambda who, verb, result: None,
     ) -> None:
         self._config = config
@@ -58,8 +59,8 @@ class Security:
         # One address may have half of the calls. A port for few clients has room for more calls than it serves at once.
         self.public_entrance = self._entrance(max(2 * config.max_clients, _FEW_CALLS), most.public)
         self.control_entrance = self._entrance(_FEW_CALLS, most.control)
-        self.public = Auth(self._policy(config.listen, local=not config.tokens), audit, self.tally)
-        self.control = Auth(self._policy(config.control_listen, local=True), audit, self.tally)
+        self.public = Auth(self._policy(config.listen, local=not config.tokens), audit, for_clients, self.tally)
+        self.control = Auth(self._policy(config.control_listen, local=True), audit, for_clients, self.tally)
 
     def bind_public(self, server: aio.Server) -> str:
         """Bind the server for clients, and return its address and port.

@@ -65,7 +65,7 @@ async def serve(tmp_path: Path) -> AsyncIterator[Any]:
 
     async def start(policy: PortPolicy) -> Served:
         audit = AuditLog(tmp_path / "audit.jsonl")
-        auth = Auth(policy, audit)
+        auth = Auth(policy, audit, CLIENT_SERVICES)
         server = make_server([Boundary(), auth], max_streams=4)
         rpc.add_ControlServiceServicer_to_server(Control(), server)
         channel = aio.insecure_channel(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
@@ -224,12 +224,17 @@ def test_every_call_of_operators_that_is_audited_has_the_name_of_a_verb() -> Non
     assert {call for call in calls if not call.startswith(_READS)} == set(_VERBS)
 
 
+def test_the_services_of_kinds_of_rounds_are_for_clients_too() -> None:
+    names = ("TrainCmd", "ModelBlob", "ClientUpdate", "Rendezvous", "SecureAggregation")
+    assert sorted(CLIENT_SERVICES) == sorted(f"fedring.v1.{name}Service" for name in names)
+
+
 @pytest.mark.parametrize("service", CLIENT_SERVICES)
 @pytest.mark.parametrize("role", [Role.OPERATOR, Role.SERVER])
 def test_only_clients_may_call_what_is_for_clients(service: str, role: Role) -> None:
-    allow(Identity(Role.CLIENT, "a"), f"/{service}/Any", None)
+    allow(Identity(Role.CLIENT, "a"), f"/{service}/Any", None, CLIENT_SERVICES)
     with pytest.raises(NotAllowed) as error:
-        allow(Identity(role, "a"), f"/{service}/Any", None)
+        allow(Identity(role, "a"), f"/{service}/Any", None, CLIENT_SERVICES)
     assert error.value.reason == "not_client"
 
 
