@@ -19,7 +19,7 @@ from fedring.server.secure import machine as sm
 from fedring.server.secure.combining import Agreed
 from fedring.server.secure.events import SecureStep
 from fedring.server.secure.machine import SecureSteps
-from fedring.server.state.secure_rows import SecureMessageRow, SecureRoundRow
+from fedring.server.state.sql.schema import SecureMessageRow, SecureRoundRow
 from fedring.signatures.digests import task_digest
 from fedring.signatures.proofs import BadProof, verify
 from fedring.v1 import federation_pb2 as pb

@@ -37,8 +37,8 @@ from fedring.server.secure.machine import SecureSteps, form_groups
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import Acceptance, ChargeRow, RoundRow
-from fedring.server.state.secure_rows import SecureMessageRow, SecureRoundRow
 from fedring.server.state.sql.rounds import RoundStore
+from fedring.server.state.sql.schema import SecureMessageRow, SecureRoundRow
 from fedring.signatures.proofs import BadProof, Proof, check_chain
 from fedring.v1 import secure_pb2 as wire
 from fedring.v1 import secure_pb2_grpc as rpc

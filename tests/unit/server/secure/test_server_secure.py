@@ -20,7 +20,7 @@ from fedring.server.secure.machine import SecureSteps
 from fedring.server.secure.rounds import SecureRounds
 from fedring.server.sessions.sessions import Session
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
-from fedring.server.state.secure_rows import SecureMessageRow
+from fedring.server.state.sql.schema import SecureMessageRow
 from fedring.signatures.proofs import Proof, public_bytes
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire

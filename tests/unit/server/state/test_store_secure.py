@@ -10,7 +10,7 @@ from tests.unit.rows import a_job, a_model, a_round
 
 from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import Acceptance
-from fedring.server.state.secure_rows import SecureMessageRow, SecureRoundRow
+from fedring.server.state.sql.schema import SecureMessageRow, SecureRoundRow
 from fedring.server.state.sql.store import Store
 
 

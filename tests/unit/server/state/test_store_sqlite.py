@@ -23,8 +23,8 @@ from fedring.server.state.rows import (
     JobRow,
     TokenRow,
 )
-from fedring.server.state.secure_rows import SecureMessageRow, SecureRoundRow
 from fedring.server.state.sql.database import SCHEMA, open_database
+from fedring.server.state.sql.schema import SecureMessageRow, SecureRoundRow
 from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.tables import METADATA, ROW_DIGEST
 
