@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import replace
 
-from fedring.client.policy.promises import is_covered, promises_of
+from fedring.client.policy.promises import hides_training
 from fedring.client.policy.secret import TRAINING, ClientSecret
 from fedring.train.plan import Plan
 from fedring.v1 import federation_pb2 as pb
@@ -38,13 +38,13 @@ def unseeded_plan(command: pb.TrainCmd) -> Plan:
 def seed_of(command: pb.TrainCmd, client_id: str, secret: ClientSecret) -> int:
     """Return the seed of a client's training, 0 to 2^63 - 1.
 
-    In jobs that promise to hide single clients, and in rounds with masks, it follows from the client's secret, since
-    anybody who knows the seed can repeat the training.
+    Whoever knows the seed can repeat the training. If nobody else may (`hides_training`), it follows from the client's
+    secret.
 
     Raises:
         ConfigError: If the secret is needed, and cannot be read or made.
     """
-    if promises_of(command.job) or is_covered(command):  # a server may send masks without their table
+    if hides_training(command):
         return _number(secret.derive(command, TRAINING))
     return own_seed(command.seed, client_id)
 

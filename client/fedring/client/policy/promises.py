@@ -45,6 +45,14 @@ def is_covered(command: pb.TrainCmd) -> bool:
     return command.job.mode == "federated" and (command.HasField("secure") or has_noise(command.job))
 
 
+def hides_training(command: pb.TrainCmd) -> bool:
+    """Return whether nobody else may be able to repeat a client's training.
+
+    That is so in jobs that promise to hide single clients, and in rounds with masks.
+    """
+    return bool(promises_of(command.job)) or is_covered(command)  # a server may send masks without their table
+
+
 def _table(kind: type[Table], text: str) -> Table | None:
     try:
         return kind.model_validate_json(text) if text else None
