@@ -19,9 +19,10 @@ from fedring.client.transfer.update import Update
 from fedring.codec.schema import Vectors
 from fedring.secure import SecureError
 from fedring.secure.levels import bits_of
-from fedring.secure.limits import fewest_survivors, group_count, threshold
+from fedring.secure.limits import fewest_survivors, threshold
 from fedring.secure.masks import wrap
 from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers
+from fedring.server.secure.machine import form_groups
 from fedring.signatures.digests import task_digest
 from fedring.train.jobs.job import Job
 from fedring.train.tensors.download import HeldModel
@@ -31,27 +32,13 @@ Group = tuple[str, ...]
 """The ids of the clients whose updates are added up."""
 
 
-def draw_groups(clients: Iterable[str], size: int, seed: int) -> list[Group]:
-    """Return the groups of a round, each sorted.
-
-    A server draws them with the operating system's random numbers instead.
-
-    Args:
-        clients: of the round.
-        size: clients in a group; 0 = as few groups as possible.
-        seed: of the round.
-    """
-    names = sorted(clients)
-    count = group_count(len(names), size)
-    if count > 1:
-        random.Random(seed).shuffle(names)
-    return [tuple(sorted(names[number::count])) for number in range(count)]
-
-
 def groups_of(job: Job, clients: Iterable[str], seed: int) -> list[Group]:
-    """Return the groups of a round; none without secure aggregation."""
+    """Return the groups of a round; none without secure aggregation.
+
+    A server draws them with the operating system's random numbers instead of the seed of the round.
+    """
     table = job.secure_aggregation
-    return draw_groups(clients, table.group_size, seed) if table else []
+    return list(form_groups(clients, table.group_size, random.Random(seed))) if table else []
 
 
 def groups_that_count(

@@ -26,7 +26,7 @@ from fedring.server.model.making import ModelMaker
 from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.server.update.admission import DecodedOffer, open_offer
 from fedring.simulation import simulate
-from fedring.simulation.groups import draw_groups
+from fedring.simulation.groups import groups_of
 from fedring.simulation.plain_updates import SharedForm
 from fedring.simulation.vectors import ClientSections, pack, unpack
 from fedring.simulation.worker import admit
@@ -487,12 +487,12 @@ def test_a_group_that_too_few_clients_are_left_of_does_not_count(monkeypatch: py
 
 def test_groups_are_of_equal_size_and_drawn_anew_for_each_round() -> None:
     names = [f"client-{number}" for number in range(11)]
-    one, two = (draw_groups(names, 3, seed) for seed in (1, 2))
+    job = Job.model_validate({**SECURE, "secure_aggregation": {"group_size": 3}})
+    one, two = (groups_of(job, names, seed) for seed in (1, 2))
     assert sorted(map(len, one)) == [3, 4, 4]
     assert sorted(client for group in one for client in group) == sorted(names)
     assert one != two
-    assert draw_groups(names, 0, 1) == [tuple(sorted(names))]
-    assert [len(group) for group in draw_groups(map(str, range(250)), 0, 1)] == [84, 83, 83]
+    assert one == groups_of(job, names, 1)
 
 
 @pytest.mark.parametrize(
