@@ -14,6 +14,7 @@ from fedring.client.secure.participant import ClientIdentity, SecureParticipant
 from fedring.client.secure.state import SecureState
 from fedring.secure import SecureError
 from fedring.secure.keys import own_seed, pair_seed
+from fedring.secure.levels import bits_of
 from fedring.secure.masks import Words, mask, unwrap
 from fedring.secure.roster import Roster, check_roster
 from fedring.secure.shamir import combine
@@ -184,6 +185,11 @@ class Group:
         """The group."""
         return read_roster(self.roster, self.command)
 
+    @property
+    def bits(self) -> int:
+        """The bits of a masked value of levels."""
+        return bits_of(self.command.secure, len(self.clients))
+
     def send_keys(self) -> "Group":
         """Let all clients send their keys."""
         self.keys = {name: self.party(name).keys() for name in self.clients}
@@ -210,7 +216,7 @@ class Group:
     def send(self, updates: Mapping[str, NDArray[np.int32]]) -> "Group":
         """Let clients send masked integers."""
         for name, values in updates.items():
-            self.words[name] = self.party(name).mask(values)
+            self.words[name] = self.party(name).mask(values, self.bits)
             self.party(name).bind(f"payload of {name}")
         return self
 
@@ -232,7 +238,7 @@ class Group:
     def total(self) -> NDArray[np.int64]:
         """The sum of the integers that were sent."""
         masks = masks_of(self.group, sorted(self.shares), sorted(self.words), self.answers)
-        return total_of(self.words.values(), masks, self.party(min(self.words)).bits)
+        return total_of(self.words.values(), masks, self.bits)
 
 
 def group_of(count: int, folder: Path, **command: object) -> Group:

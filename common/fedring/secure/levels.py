@@ -22,12 +22,10 @@ from numpy.typing import NDArray
 
 from fedring.codec.errors import CodecError
 from fedring.secure import SecureError
-from fedring.secure.limits import bits_of_sum
+from fedring.secure.limits import MAX_BLOCK, MAX_LEVELS, MIN_BLOCK, bits_of_sum
 from fedring.secure.masks import mask
 from fedring.v1 import secure_pb2 as wire
 
-MIN_BLOCK, MAX_BLOCK = 16, 8192
-MAX_LEVELS = 32767
 MAX_INTEGER = 2**31 - 1
 
 _AT_A_TIME = 1 << 16

@@ -1,7 +1,13 @@
-"""The numbers of clients and of bits that secure aggregation works with."""
+"""The numbers of clients, values and bits that secure aggregation works with."""
 
 MIN_GROUP, MAX_GROUP = 3, 100
 """The fewest and the most clients of a group."""
+
+MIN_BLOCK, MAX_BLOCK = 16, 8192
+"""The fewest and the most values that share a step."""
+
+MAX_LEVELS = 32767
+"""The most levels on each side of zero."""
 
 
 def threshold(clients: int) -> int:

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from numpy.typing import NDArray
 
 from fedring.client.policy.identity import Signer
-from fedring.client.secure.group_keys import GroupKeys, check_signatures, check_survivors, to_release
+from fedring.client.secure.group_keys import GroupKeys, Shares, check_signatures, check_survivors, to_release
 from fedring.client.secure.state import RoundRecord, SecureState, name_of
 from fedring.daemon.crash import crashpoint
 from fedring.secure import SecureError
@@ -148,14 +148,6 @@ class SecureParticipant:
         return bool(self._record.peers)
 
     @property
-    def bits(self) -> int:
-        """The bits of a masked value, if values are levels.
-
-        The group must be known.
-        """
-        return bits_of(self.command.secure, len(self.roster.members))
-
-    @property
     def masks(self) -> bytes:
         """The commitment to this round's masks, 32 bytes.
 
@@ -163,14 +155,14 @@ class SecureParticipant:
         """
         return commitment(self._record.own_mask)
 
-    def mask(self, integers: NDArray[np.signedinteger], bits: int = 0) -> Words:
+    def mask(self, integers: NDArray[np.signedinteger], bits: int) -> Words:
         """Return an update's integers under all masks of this client.
 
         They are [n] modulo 2^bits.
 
         Args:
             integers: of the update, and its weight if weights count, or private integers [n].
-            bits: of a masked value; 0 = as levels need.
+            bits: of a masked value.
 
         Raises:
             SecureError: "bad_peers" if the peers are not known yet, "lost_masked_update" if the masks were used.
@@ -178,7 +170,7 @@ class SecureParticipant:
         with self._lock:
             self._check_unused()
             keys, peers = self._keys_in(self.roster), self._peers
-        return keys.mask(integers, bits or self.bits, peers)
+        return keys.mask(integers, bits, peers)
 
     def bind(self, payload: str) -> None:
         """Bind the masks to one payload, which may be sent then.
@@ -245,24 +237,18 @@ class SecureParticipant:
                 check_signatures(message, roster, survivors, survivors_statement(roster.digest, peers, survivors))
                 # Noted before any share leaves: later demands for another sum of this model are checked against it.
                 self._sums.note(survivors)
-                shares = self._keys_in(roster).open(_parse(wire.SecurePeers, self._record.peers))
-                shares[self._identity.client_id] = self.shares_of(self._identity.client_id)
-                answer = wire.UnmaskShares(round=self.name.round, shares=to_release(shares, peers, survivors))
+                answer = wire.UnmaskShares(round=self.name.round, shares=to_release(self.shares(), peers, survivors))
                 self._keep(released=answer.SerializeToString())
             return _parse(wire.UnmaskShares, self._record.released)
 
-    def shares_of(self, client: str) -> tuple[bytes, bytes]:
-        """Return the held shares of a client's secrets.
+    def shares(self) -> dict[str, Shares]:
+        """Return the held shares of this client and its peers, by client.
 
-        The client is a peer or this one. The server must never learn both shares of one client.
-
-        Returns:
-            The shares of its masking key, and of the seed of its own mask.
+        The server must never learn both shares of one client.
         """
-        if client == self._identity.client_id:
-            own = self._record.own_shares
-            return own[:SHARE_BYTES], own[SHARE_BYTES:]
-        return self._keys_in(self.roster).open(_parse(wire.SecurePeers, self._record.peers))[client]
+        held = self._keys_in(self.roster).open(_parse(wire.SecurePeers, self._record.peers))
+        own = self._record.own_shares
+        return held | {self._identity.client_id: (own[:SHARE_BYTES], own[SHARE_BYTES:])}
 
     @cached_property
     def roster(self) -> Roster:

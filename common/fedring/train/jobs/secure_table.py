@@ -9,14 +9,12 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, model_validator
 
 from fedring.codec.encoding import DELTA_ONLY
-from fedring.secure.limits import MAX_GROUP, MIN_GROUP, group_count, threshold
+from fedring.secure.limits import MAX_BLOCK, MAX_GROUP, MAX_LEVELS, MIN_BLOCK, MIN_GROUP, group_count, threshold
 from fedring.secure.masks import MAX_BITS
 from fedring.train.bounds import Positive, Seconds
 from fedring.train.jobs.aggregation_table import MEAN
 from fedring.train.jobs.algorithm_checks import check_needs, value_of, written
 from fedring.train.jobs.job_table import JobTable, JobView
-
-MAX_BLOCK = 8192
 
 _TOTALS = 4 * MAX_GROUP**2
 """Numbers of clients that show all sizes of groups: more clients have groups of the same sizes."""
@@ -46,7 +44,7 @@ class SecureAggregation(JobTable):
     levels: int = Field(
         7,
         ge=1,
-        le=32767,
+        le=MAX_LEVELS,
         description="levels on each side of zero that the values of an update are rounded to; with weights = "
         '"samples", updates of a larger weight are rounded more finely; with [dp], dp.bits says how finely they are, '
         "and levels, step, first_norm and block are not used",
@@ -58,7 +56,7 @@ class SecureAggregation(JobTable):
         4.0, le=1e12, description="about how long the mean update of the first round is, which sets the first levels"
     )
     block: int = Field(
-        256, ge=16, le=MAX_BLOCK, description="number of neighbouring values that share one step, a power of two"
+        256, ge=MIN_BLOCK, le=MAX_BLOCK, description="number of neighbouring values that share one step, a power of two"
     )
     keep_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0,

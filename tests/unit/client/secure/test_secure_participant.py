@@ -51,7 +51,7 @@ def test_a_sum_is_exact_whoever_is_lost_on_the_way(make_group: Callable[..., Gro
 def test_weights_widen_the_sum(make_group: Callable[..., Group]) -> None:
     group, names = make_group(4, max_weight=1000), names_of(4)
     sent = integers(names, LEVELS * 1000)
-    assert group.exchange().party(names[0]).bits == (2 * 4 * 1000 * LEVELS).bit_length()
+    assert group.exchange().bits == (2 * 4 * 1000 * LEVELS).bit_length()
     assert np.array_equal(group.send(sent).sign().unmask().total, np.sum(list(sent.values()), axis=0))
 
 
@@ -59,9 +59,9 @@ def test_a_long_update_is_masked_in_pieces(make_group: Callable[..., Group], mon
     group, names = make_group(3), names_of(3)
     sent = integers(names)
     group.exchange()
-    whole = group.party(names[0]).mask(sent[names[0]])
+    whole = group.party(names[0]).mask(sent[names[0]], group.bits)
     monkeypatch.setattr(group_keys_module, "PIECE", 16)
-    assert np.array_equal(group.party(names[0]).mask(sent[names[0]]), whole)
+    assert np.array_equal(group.party(names[0]).mask(sent[names[0]], group.bits), whole)
     assert not np.array_equal(whole & 63, sent[names[0]] & 63)
 
 
@@ -121,7 +121,7 @@ def test_no_key_seals_two_texts_and_no_mask_covers_two_updates(
             group.send({name: sent[name]})
             now.append((name, b"another update"))
             with refused("lost_masked_update"):
-                group.again(name).mask(sent[name] + 1)
+                group.again(name).mask(sent[name] + 1, group.bits)
             group.again(name).on_roster(group.roster)
             group.again(name).on_peers(peers_of(group.shares, name))
     assert len(texts) == 2 * 5 * 4

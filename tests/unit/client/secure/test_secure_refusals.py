@@ -167,7 +167,7 @@ def test_peers_that_cannot_be_are_refused(make_group: Callable[..., Group], lie:
         group.party("c000").on_peers(peers(group))
     assert not group.again("c000").may_mask
     with refused("bad_peers"):
-        group.party("c000").mask(np.zeros(4, np.int32))
+        group.party("c000").mask(np.zeros(4, np.int32), group.bits)
 
 
 def test_a_client_that_seals_nonsense_is_named(make_group: Callable[..., Group]) -> None:
@@ -292,7 +292,7 @@ def test_a_server_that_wants_both_kinds_of_shares_of_a_client_cannot_unmask_it(
     assert commitment(own_mask) == group.group.members[victim].own_mask
     told = b"".join(each.SerializeToString() for each in with_victim.values())
     for name in names:
-        masking, own = group.party(name).shares_of(names[victim])
+        masking, own = group.party(name).shares()[names[victim]]
         assert (masking in told, own in told) == (False, True)
 
 
