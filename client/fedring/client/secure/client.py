@@ -10,32 +10,38 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 from grpc import StatusCode, aio
 
 from fedring.client.config import ClientConfig
-from fedring.client.errors import FederationClosed, RoundOver
+from fedring.client.errors import FederationClosed, RoundOver, UpdateRefused
 from fedring.client.policy.identity import PeerCheck, check_own_key, load_signer
 from fedring.client.policy.ledger import Ledger
-from fedring.client.policy.privacy import refusal
+from fedring.client.policy.privacy import SitePolicy, own_noise_refusal, refusal
 from fedring.client.policy.secret import ClientSecret
-from fedring.client.protection import Protection
-from fedring.client.secure.participant import ClientIdentity, SecureParticipant
-from fedring.client.secure.protection import Masks
+from fedring.client.protection import CannotProtect, Protection
+from fedring.client.secure.participant import ClientIdentity, SecureParticipant, lost_update
+from fedring.client.secure.protection import SummedUpdates
 from fedring.client.secure.state import RoundName, SecureState, name_of
 from fedring.client.session.connection import CALL_SECONDS, stray_cancellation
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
 from fedring.client.session.retry import RetryPolicy, Verdict
 from fedring.client.session.tries import Tries
+from fedring.client.transfer.residual import Residual
+from fedring.client.transfer.update import Update
+from fedring.codec import Vectors
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
+from fedring.privacy.integer_plan import IntegerPlan
 from fedring.rpc.errors import FedringError, Unavailable, UnknownRound, reason_of, status_of
 from fedring.rpc.revocation import Revocations
 from fedring.secure import SecureError
 from fedring.signatures.digests import task_digest
+from fedring.train.tensors.download import HeldModel
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 from fedring.v1.secure_pb2_grpc import SecureAggregationServiceStub
@@ -276,6 +282,73 @@ class SecureAggregationClient:
         await session.report_failure(pb.Failure(round=name.round, reason=error.reason, detail=str(error)[:1000]))
         async with self._changed:
             self._changed.notify_all()
+
+
+class Masks(SummedUpdates):
+    """The masks of one client in one round.
+
+    Args:
+        assignment: The round.
+        rounds: All rounds of this client.
+        client_id: The client.
+        policy: What the site demands.
+        ledger: What this client has spent of its privacy.
+        secret: The client's own.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        rounds: SecureAggregationClient,
+        client_id: str,
+        policy: SitePolicy,
+        ledger: Ledger,
+        secret: ClientSecret,
+    ) -> None:
+        super().__init__(assignment.command, client_id, policy, secret)
+        self._assignment, self._rounds, self._ledger = assignment, rounds, ledger
+
+    def update(
+        self, base: HeldModel, trained: Vectors | None, samples: int, residual: Residual | None
+    ) -> Update | None:
+        """Make the masked update, when the peers are known: see Protection."""
+        participant = self._rounds.participant(self._assignment)
+        try:
+            charge, parameters = partial(self._charge, participant.masks), base.vectors.parameters.size
+            maker = self.maker(len(participant.roster.members), parameters, participant.mask, charge)
+            return maker.make(base, trained, samples, residual)
+        except SecureError as error:
+            self._rounds.fail(self._command, error)
+            raise CannotProtect(error.reason, str(error)) from error
+
+    def has_lost_update(self) -> bool:
+        """See Protection. Masks cover one payload only."""
+        lost = bool(self._rounds.bound(self._command))
+        if lost:
+            self._rounds.fail(self._command, lost_update(self._command.round))
+        return lost
+
+    def may_send(self, payload: str) -> bool:
+        """See Protection."""
+        return payload == self._rounds.bound(self._command)
+
+    def bind(self, payload: str) -> None:
+        """See Protection."""
+        try:
+            self._rounds.participant(self._assignment).bind(payload)
+        except (SecureError, OSError) as error:
+            why = error if isinstance(error, SecureError) else SecureError("secure_state", str(error))
+            self._rounds.fail(self._command, why)
+            raise UpdateRefused(why.reason, str(why)) from error
+
+    def _charge(self, masks: bytes, plan: IntegerPlan) -> None:
+        update = masks.hex()  # masks cover one update only, so they name it
+        if why := own_noise_refusal(self._policy, self._ledger, self._command, plan, update):
+            raise SecureError("privacy_policy", why)
+        try:
+            self._ledger.charge_own(self._command, plan.charge, update)
+        except OSError as error:
+            raise SecureError("secure_state", f"what the update costs cannot be noted: {error}") from error
 
 
 class Participants:
