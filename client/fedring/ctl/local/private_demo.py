@@ -15,15 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedring.codec.source import HEADER
 from fedring.control.calls import ENDED, Control
 from fedring.control.failure import Failure
 from fedring.ctl.fleet import Fleet
 from fedring.ctl.local.experiment import remove_earlier
-from fedring.ctl.local.private_evidence import Evidence, correlation, gather, stored_payloads
+from fedring.ctl.local.private_evidence import Evidence, Stored, correlation, gather, stored_payloads
 from fedring.ctl.local.recorded_training import RECORDS
 from fedring.ctl.local.runner import ended_by_signals
 from fedring.ctl.output import Output, percent, print_json, print_table
 from fedring.secure.limits import MAX_GROUP, MIN_GROUP, threshold
+from fedring.secure.masks import unpack, unwrap
 from fedring.v1 import control_pb2 as pb
 
 KILL_IN = 2
@@ -153,9 +155,16 @@ def _run(clients: int, rounds: int, out: Path, say: Callable[[str], None]) -> Pr
     before, updates, trained = _recorded(out, clients)
     state = out / "state" / "server"
     masked = {row.round for row in known if row.job_id == known[0].job_id}
-    payloads = {key: payload for key, payload in stored_payloads(state).items() if key[0] in masked}
-    evidence = gather(state, payloads, updates, trained, before[max(masked)])
+    stored = {key: as_read(payload) for key, payload in stored_payloads(state).items() if key[0] in masked}
+    evidence = gather(state, stored, updates, trained, before[max(masked)])
     return PrivateDemoResult(known, killed, privacy, _sums(known, before, updates), evidence)
+
+
+def as_read(payload: bytes) -> Stored:
+    """Return a masked packet, read with its masks still on."""
+    *_, bits, count = HEADER.unpack_from(payload)
+    data = payload[HEADER.size :]
+    return Stored(data, unwrap(unpack(data, count, bits), bits))
 
 
 def _follow(fleet: Fleet, control: Control, job_id: int, say: Callable[[str], None], *, kill: bool) -> str:

@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.codec.source import HEADER
-from fedring.secure.masks import unpack, unwrap
-
 if TYPE_CHECKING:
     from fedring.server.state.blob_interfaces import BlobReader
 
@@ -30,6 +27,14 @@ _PASSAGE_VALUES = 4
 _ALL = 1_000_000
 _CHANCE = 6.0
 """A correlation of unrelated values is this many times its standard deviation 1 / sqrt(n) once in 500 million."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A stored update, as its reader would take it."""
+
+    data: bytes  # of its values
+    values: NDArray[np.int64]  # [n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +58,13 @@ class Evidence:
 
 
 def gather(
-    folder: Path, payloads: Mapping[Key, bytes], updates: Updates, trained: Updates, model: NDArray[np.float32]
+    folder: Path, stored: Mapping[Key, Stored], updates: Updates, trained: Updates, model: NDArray[np.float32]
 ) -> Evidence:
     """Search a state folder whose server has ended.
 
     Args:
         folder: The state folder.
-        payloads: The masked updates that it holds, as stored_payloads returns them.
+        stored: The updates that it holds.
         updates: What clients have learned, as differences.
         trained: The parameters that their training ended with, for the same rounds and clients.
         model: Parameters of a model that the server has published, [n].
@@ -68,17 +73,17 @@ def gather(
     wanted = [
         passage for known in (updates, trained) for key in known for passage in passages(known[key], updates[key])
     ]
-    stored = [(payload, updates[key]) for key, payload in payloads.items() if key in updates]
+    pairs = [(each, updates[key]) for key, each in stored.items() if key in updates]
     return Evidence(
         files=len(held),
         bytes=sum(map(len, held)),
         model_passages=_found(passages(model, model), held),
         update_passages=_found(wanted, held),
         searched=len(wanted),
-        stored=len(stored),
-        correlation=max((abs(correlation(decoded(payload), update)) for payload, update in stored), default=0.0),
+        stored=len(pairs),
+        correlation=max((abs(correlation(each.values, update)) for each, update in pairs), default=0.0),
         chance=_CHANCE / sqrt(len(model)),
-        entropy=min((entropy(payload[HEADER.size :]) for payload, _ in stored), default=8.0),
+        entropy=min((entropy(each.data) for each, _ in pairs), default=8.0),
     )
 
 
@@ -112,15 +117,6 @@ def stored_payloads(folder: Path) -> dict[Key, bytes]:
     finally:
         store.close()
         blobs.close()
-
-
-def decoded(payload: bytes) -> NDArray[np.int64]:
-    """Return a masked packet's integers, with the masks still on, [n].
-
-    It is decoded as if there were no masks.
-    """
-    *_, bits, count = HEADER.unpack_from(payload)
-    return unwrap(unpack(payload[HEADER.size :], count, bits), bits)
 
 
 def correlation(one: NDArray[Any], other: NDArray[Any]) -> float:

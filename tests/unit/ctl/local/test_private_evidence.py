@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fedring.ctl.local.private_evidence import Evidence, decoded, gather
+from fedring.ctl.local.private_demo import as_read
+from fedring.ctl.local.private_evidence import Evidence, gather
 from fedring.secure.masks import mask, masked_packet, wrap
 
 SIZE, BITS = 20_000, 7
@@ -27,7 +28,7 @@ def state(tmp_path: Path) -> Path:
 def search(state: Path, words: NDArray[np.uint8]) -> Evidence:
     payload = b"".join(map(bytes, masked_packet(words, BITS)))
     (state / "blobs" / "update").write_bytes(payload)
-    return gather(state, {KEY: payload}, {KEY: UPDATE}, {KEY: MODEL + UPDATE}, MODEL)
+    return gather(state, {KEY: as_read(payload)}, {KEY: UPDATE}, {KEY: MODEL + UPDATE}, MODEL)
 
 
 def masked() -> NDArray[np.uint8]:
@@ -46,7 +47,7 @@ def test_an_update_without_its_mask_is_noticed(state: Path) -> None:
     found = search(state, words)
     assert found.readable
     assert found.correlation > 0.9
-    assert np.array_equal(decoded(b"".join(map(bytes, masked_packet(words, BITS)))), LEVELS)
+    assert np.array_equal(as_read(b"".join(map(bytes, masked_packet(words, BITS)))).values, LEVELS)
 
 
 @pytest.mark.parametrize("values", [UPDATE, MODEL + UPDATE], ids=["update", "trained"])
