@@ -8,8 +8,10 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.secure.masks import mask, masked_packet, wrap
+from fedring.secure.masks import MASKED, mask, masked_packet, wrap
+from fedring.server.aggregation.contributions import Contribution
 from fedring.server.model.masked_sum import GroupMasks
+from fedring.server.state.rows import lay_out
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,12 @@ class Bytes:
 
     def read(self, offset: int, size: int) -> bytes:
         return self.data[offset : offset + size]
+
+
+def sent(payloads: Mapping[str, Bytes]) -> list[Contribution]:
+    """Return the updates with these payloads, as the server opens them."""
+    laid = {name: lay_out([("parameters", "delta", MASKED, payload.size)]) for name, payload in payloads.items()}
+    return [Contribution(name, 1.0, laid[name], payload.read) for name, payload in payloads.items()]
 
 
 def masked(

@@ -26,7 +26,7 @@ import numpy as np
 from fedring.codec import Encoding, Entry, Schema, Vectors, encode
 from fedring.secure.levels import blocks_of
 from fedring.secure.limits import bits_of_sum
-from fedring.secure.masks import mask, masked_packet, wrap
+from fedring.secure.masks import MASKED, mask, masked_packet, wrap
 from fedring.server.aggregation.aggregate import AggregationPlan, aggregate, store_model
 from fedring.server.aggregation.contributions import Contribution
 from fedring.server.aggregation.modelfile import ModelReader
@@ -96,11 +96,10 @@ def cost(values: int) -> dict[str, Any]:
         group, masked = _masked_updates(blobs, values)
 
         def plain_updates(readers: Sequence[CheckedReader]) -> list[Contribution]:
-            packets = lay_out([("parameters", "delta", "fp32", readers[0].size)])
-            return [Contribution(f"client-{i}", 1, packets, reader.read) for i, reader in enumerate(readers)]
+            return _contributions(readers, "fp32")
 
         def masked_updates(readers: Sequence[CheckedReader]) -> list[Contribution]:
-            return open_groups([group], secure, dict(zip(group.clients, readers, strict=True)), values)
+            return open_groups([group], secure, _contributions(readers, MASKED), values)
 
         ways = {
             "plain": lambda: _measure(blobs, base, plain, executor, plain_updates),
@@ -112,6 +111,11 @@ def cost(values: int) -> dict[str, Any]:
     ratio = round(seconds["masked"] / seconds["plain"], 2)
     masks = len(group.masks)
     return {"values": values, "clients": CLIENTS, "lost": LOST, "masks": masks, "ratio": ratio, "measurements": rows}
+
+
+def _contributions(readers: Sequence[CheckedReader], encoding: str) -> list[Contribution]:
+    packets = lay_out([("parameters", "delta", encoding, readers[0].size)])
+    return [Contribution(f"client-{i}", 1, packets, reader.read) for i, reader in enumerate(readers)]
 
 
 def _masked_updates(blobs: FileBlobs, values: int) -> tuple[GroupMasks, list[str]]:

@@ -8,14 +8,14 @@ group, the same range of each mask is removed, and what is left is the sum of th
 ever seen without its masks, and the memory is that of a few tiles, whatever the number of clients.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.codec import CodecError, Decoder, Reader
+from fedring.codec import CodecError, Decoder
 from fedring.codec.chunks import spread
 from fedring.privacy.integer_plan import IntegerPlan
 from fedring.privacy.integers import decode_sum
@@ -42,31 +42,6 @@ class GroupMasks:
     bits: int
     masks: tuple[tuple[bytes, int], ...]  # seeds of the masks that the sum of the updates still holds, with +1 or -1
     integers: PrivateIntegers | None = None  # None = they are levels
-
-
-class Payload(Protocol):
-    """The bytes of an update."""
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        ...
-
-    def read(self, offset: int, size: int) -> bytes | memoryview:
-        """Return so many bytes at an offset; called from several threads."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """The bytes of an update that a contribution reads."""
-
-    reader: Reader
-    size: int
-
-    def read(self, offset: int, size: int) -> bytes | memoryview:
-        """See Payload."""
-        return self.reader(offset, size)
 
 
 class BadSum(CodecError):
@@ -110,7 +85,7 @@ def private_width(plan: IntegerPlan) -> Width:
 def open_groups(
     groups: Sequence[GroupMasks],
     secure: wire.SecureRound,
-    payloads: Mapping[str, Payload],
+    given: Sequence[Contribution],
     length: int,
 ) -> list[Contribution]:
     """Return each group as one contribution.
@@ -120,7 +95,7 @@ def open_groups(
     Args:
         groups: the groups of a round; no client is in two.
         secure: what the command said of the round.
-        payloads: of each client.
+        given: the clients' updates, each with its one packet.
         length: the number of parameters of the model.
 
     Raises:
@@ -128,17 +103,17 @@ def open_groups(
         CodecError: if a payload is damaged.
         SecureError: "bad_blocks", if the round does not fit the model.
     """
-    contributions = []
+    contributions, sent = [], {each.client_id: each for each in given}
     for group in groups:
         width = private_width(group.integers.plan) if group.integers else width_of(secure, length, group.bits)
-        opened = [payloads[client] for client in group.clients]
-        packets = [MaskedPacket(payload.read, payload.size, width) for payload in opened]
+        opened = [sent[client] for client in group.clients]
+        packets = [MaskedPacket(each.reader, each.packets[0].bytes, width) for each in opened]
         values: MaskedSum | PrivateSum
         if group.integers:
             values = PrivateSum(group, group.integers, packets)
         else:
             values = MaskedSum(group, secure, open_blocks(secure, length), packets)
-        contributions.append(Contribution(group.name, values.weight, (), opened[0].read, values=values))
+        contributions.append(Contribution(group.name, values.weight, (), opened[0].reader, values=values))
     return contributions
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
 from tests.ledgers import account_in
+from tests.masked_groups import Bytes, sent
 from tests.secure_sums import Client, Group, command_of, names_of, survivors_of
 
 from fedring.client.policy.ledger import Ledger
@@ -152,14 +153,6 @@ def test_no_round_of_a_job_costs_more_than_what_is_asked_for_before() -> None:
 # Sums
 
 
-class Bytes:
-    def __init__(self, data: bytes) -> None:
-        self.data, self.size = data, len(data)
-
-    def read(self, offset: int, size: int) -> bytes:
-        return self.data[offset : offset + size]
-
-
 def summed(
     deltas: Sequence[NDArray[np.float32]], dp: ClientPrivacy, clients: int, cuts: Sequence[int] = ()
 ) -> NDArray[np.float64]:
@@ -172,7 +165,7 @@ def summed(
     names = tuple(f"c{number:03}" for number in range(len(deltas)))
     payloads = {name: Bytes(b"".join(masked_packet(each, plan.bits))) for name, each in zip(names, words, strict=True)}
     group = GroupMasks(names[0], names, plan.bits, ((own, 1),), PrivateIntegers(plan, SEED))
-    (contribution,) = open_groups([group], wire.SecureRound(clip=dp.clip), payloads, length)
+    (contribution,) = open_groups([group], wire.SecureRound(clip=dp.clip), sent(payloads), length)
     assert contribution.weight == len(deltas)
     assert contribution.values is not None
     total = np.zeros(length)

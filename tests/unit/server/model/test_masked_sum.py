@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.masked_groups import Bytes, masked
+from tests.masked_groups import Bytes, masked, sent
 
 from fedring.secure.levels import bits_of, open_blocks, to_integers
 from fedring.secure.masks import masked_packet, wrap
@@ -85,7 +85,7 @@ def check_sum(count: int, losses: int, secure: wire.SecureRound, length: int, cu
     bits = bits_of(secure, count)
     group, payloads = masked(integers, bits, lost=clients[:losses])
     assert all(payload.size == width_of(secure, length, bits).bytes for payload in payloads.values())
-    (contribution,) = open_groups([group], secure, payloads, length)
+    (contribution,) = open_groups([group], secure, sent(payloads), length)
     assert contribution.weight == sum(weights[client] for client in group.clients)
     wanted = expected(integers, group.clients, secure, length)
     np.testing.assert_array_equal(read_in_pieces(contribution, length, cuts), wanted)
@@ -102,7 +102,7 @@ def plain_group(values: Sequence[Sequence[int]], bits: int = 8) -> tuple[GroupMa
 
 def test_a_sum_beyond_what_the_clients_may_send_is_refused_with_the_group() -> None:
     group, payloads = plain_group([[7] * 16, [7] * 16, [8] + [7] * 15])
-    (contribution,) = open_groups([group], a_round(16), payloads, 16)
+    (contribution,) = open_groups([group], a_round(16), sent(payloads), 16)
     with pytest.raises(BadSum, match="the group of c0 has a value beyond 21") as caught:
         read_in_pieces(contribution, 16, [])
     assert (caught.value.reason, caught.value.group) == ("bad_sum", "c0")
@@ -110,19 +110,19 @@ def test_a_sum_beyond_what_the_clients_may_send_is_refused_with_the_group() -> N
 
 def test_clients_of_small_weights_may_fill_the_range_of_the_largest() -> None:
     group, payloads = plain_group([[35] * 16 + [1]] * 3)
-    (contribution,) = open_groups([group], a_round(16, most=5), payloads, 16)
+    (contribution,) = open_groups([group], a_round(16, most=5), sent(payloads), 16)
     assert contribution.weight == 3
     step = float(open_blocks(a_round(16), 16).scales[0])
     np.testing.assert_array_equal(read_in_pieces(contribution, 16, []), 105 * step)
     group, payloads = plain_group([[35] * 16 + [1], [35] * 16 + [1], [36] * 16 + [1]])
-    (contribution,) = open_groups([group], a_round(16, most=5), payloads, 16)
+    (contribution,) = open_groups([group], a_round(16, most=5), sent(payloads), 16)
     with pytest.raises(BadSum, match="beyond 105"):
         read_in_pieces(contribution, 16, [])
 
 
 def test_one_client_may_fill_the_range_of_all() -> None:
     group, payloads = plain_group([[105] * 16 + [13], [0] * 16 + [1], [0] * 16 + [1]])  # as docs/privacy.md says
-    (contribution,) = open_groups([group], a_round(16, most=5), payloads, 16)
+    (contribution,) = open_groups([group], a_round(16, most=5), sent(payloads), 16)
     assert contribution.weight == 15
     step = float(open_blocks(a_round(16), 16).scales[0])
     np.testing.assert_array_equal(read_in_pieces(contribution, 16, []), 105 * step)
@@ -132,7 +132,7 @@ def test_one_client_may_fill_the_range_of_all() -> None:
 def test_a_sum_of_weights_that_the_clients_cannot_have_is_refused(weights: Sequence[int]) -> None:
     group, payloads = plain_group([[0] * 16 + [weight] for weight in weights])
     with pytest.raises(BadSum, match="has the weight"):
-        open_groups([group], a_round(16, most=5), payloads, 16)
+        open_groups([group], a_round(16, most=5), sent(payloads), 16)
 
 
 def test_bytes_are_read_once_and_in_order_however_many_tiles_there_are() -> None:
@@ -150,7 +150,7 @@ def test_bytes_are_read_once_and_in_order_however_many_tiles_there_are() -> None
             return super().read(offset, size)
 
     watched = {client: Watched(payload.data, client) for client, payload in payloads.items()}
-    (contribution,) = open_groups([group], a_round(length), watched, length)
+    (contribution,) = open_groups([group], a_round(length), sent(watched), length)
     read_in_pieces(contribution, length, [8192, 3 * 8192])
     for client, found in places.items():
         assert found[0] == (0, 16)

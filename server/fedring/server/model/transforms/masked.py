@@ -26,7 +26,7 @@ from fedring.server.aggregation.contributions import Contribution
 from fedring.server.aggregation.rule import Rule
 from fedring.server.aggregation.steps import BaseFiles, Step, VectorFile
 from fedring.server.aggregation.terms import Terms
-from fedring.server.model.masked_sum import GroupMasks, Sent, open_groups, width_of
+from fedring.server.model.masked_sum import GroupMasks, open_groups, width_of
 from fedring.server.model.transforms.server_noise import check_no_buffers
 from fedring.server.model.transforms.transform import ClosedRound, Feature, Skeleton
 from fedring.server.state.rows import ModelRow, PacketSpec, lay_out
@@ -169,8 +169,7 @@ class Sums(Step):
 
     def contributions(self, given: list[Contribution], length: int) -> list[Contribution]:
         """Return one contribution for each group."""
-        sent = {each.client_id: Sent(each.reader, each.packets[0].bytes) for each in given}
-        return open_groups(self._groups, self.secure, sent, length)
+        return open_groups(self._groups, self.secure, given, length)
 
 
 class SumsOfLevels(Sums):
