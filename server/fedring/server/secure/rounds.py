@@ -197,22 +197,12 @@ class SecureAggregationService(rpc.SecureAggregationServiceServicer):
     def __init__(self, take: Callable[[str, Message], Awaitable[None]], sessions: Sessions) -> None:
         self._take_from, self._sessions = take, sessions
 
-    async def SendKeys(self, request: wire.SecureKeys, context: Any) -> wire.SecureAck:
-        return await self._take(request, context)
-
-    async def SendShares(self, request: wire.SecureShares, context: Any) -> wire.SecureAck:
-        return await self._take(request, context)
-
-    async def SignSurvivors(self, request: wire.SurvivorsSignature, context: Any) -> wire.SecureAck:
-        return await self._take(request, context)
-
-    async def SendUnmaskShares(self, request: wire.UnmaskShares, context: Any) -> wire.SecureAck:
-        return await self._take(request, context)
-
-    async def _take(self, message: Message, context: Any) -> wire.SecureAck:
+    async def _take(self, request: Message, context: Any) -> wire.SecureAck:
         session = self._sessions.of(context)
-        await self._take_from(session.client_id, message)
+        await self._take_from(session.client_id, request)
         return wire.SecureAck()
+
+    SendKeys = SendShares = SignSurvivors = SendUnmaskShares = _take
 
 
 class SecureRound(RoundKind):
