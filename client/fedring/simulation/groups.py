@@ -19,7 +19,7 @@ from fedring.client.transfer.update import Update
 from fedring.codec.schema import Vectors
 from fedring.secure import SecureError
 from fedring.secure.levels import bits_of
-from fedring.secure.limits import fewest_survivors, threshold
+from fedring.secure.limits import fewest_survivors
 from fedring.secure.masks import wrap
 from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers
 from fedring.server.secure.machine import form_groups
@@ -59,10 +59,8 @@ def groups_that_count(
     left, found = set(delivered), list[GroupMasks]()
     for group in groups:
         survivors = tuple(client for client in group if client in left)
-        integers, needed = _integers(command, len(group), dimension), threshold(len(group))
-        if integers:
-            needed = fewest_survivors(len(group), command.job.min_results)
-        if len(survivors) >= needed:
+        integers = _integers(command, len(group), dimension)
+        if len(survivors) >= fewest_survivors(len(group), command.job.min_results if integers else 0):
             bits = integers.plan.bits if integers else bits_of(command.secure, len(group))
             found.append(GroupMasks(survivors[0], survivors, bits, (), integers))
     return found

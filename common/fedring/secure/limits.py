@@ -20,13 +20,12 @@ def threshold(clients: int) -> int:
 
 
 def fewest_survivors(clients: int, needed: int) -> int:
-    """Return the fewest clients in a sum with noise.
-
-    Every sum of a group whose clients add noise has at least these.
+    """Return the fewest clients in a sum.
 
     Args:
         clients: of the group.
-        needed: results that a round needs. If a group can have so many, its clients see to it that their sum has.
+        needed: results that a round needs, if the clients add noise; else 0. If a group can have so many, its clients
+            see to it that their sum has.
     """
     return max(threshold(clients), needed if needed <= clients else 0)
 

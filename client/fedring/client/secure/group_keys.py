@@ -115,8 +115,7 @@ def check_survivors(names: Sequence[str], peers: Sequence[str], roster: Roster, 
     Raises:
         SecureError: "bad_survivors" if they are not peers, in order, or are too few.
     """
-    # Noise of the clients' own is made for no fewer.
-    needed = fewest_survivors(len(roster.members), job.min_results) if job.dp else roster.threshold
+    needed = fewest_survivors(len(roster.members), job.min_results if job.dp else 0)
     if not roster.ordered(names) or not set(names) <= set(peers):
         raise SecureError("bad_survivors", "the survivors are not peers of this client, in order")
     if len(names) < needed:

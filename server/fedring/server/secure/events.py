@@ -40,7 +40,7 @@ class SecureRules:
 
     def survivors(self, clients: int) -> int:
         """How many clients of a group of so many must survive."""
-        return fewest_survivors(clients, self.needed) if self.own_noise else threshold(clients)
+        return fewest_survivors(clients, self.needed if self.own_noise else 0)
 
 
 @dataclass(frozen=True, slots=True)
