@@ -20,12 +20,16 @@ class FixedPast:
     stats: Mapping[str, Any] = field(default_factory=dict)
     clip: float = 0.0
     secret: bytes = bytes(range(1, 33))
+    updates: Sequence[UpdateRow] = ()
 
     def last_stats(self) -> Mapping[str, Any]:
         return self.stats
 
     def last_clip(self) -> float:
         return self.clip
+
+    def uncounted(self) -> Sequence[UpdateRow]:
+        return self.updates
 
     def noise_secret(self) -> bytes:
         return self.secret

@@ -317,7 +317,9 @@ class _Run:
             row = work.row()
             row["download_bytes"] = self._download_bytes(work.command)
             abandoned = abandoned + 1 if work.reason else 0
-            if not work.reason:
+            if work.reason:
+                self._server.abandon(work)
+            else:
                 if self._is_evaluated(number):
                     self._evaluate(row)
                 models.append(replace(self._model, metrics=row["metrics"]))

@@ -5,7 +5,7 @@ It makes models with the functions of fl-server, and keeps the newest one.
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -70,6 +70,7 @@ class SimulatedServer:
         stack.callback(self._blobs.close)
         executor = stack.enter_context(ThreadPoolExecutor(config.threads))
         self._job, self._stats = job, dict[str, Any]()  # the figures of the last round that has published a model
+        self._uncounted: list[UpdateRow] = []  # of rounds that were abandoned since
         try:
             offered = setup.offered()
             versions = ModelVersions(self._blobs)
@@ -155,7 +156,7 @@ class SimulatedServer:
             StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: It cannot be made; the last is
                 torch's.
         """
-        past = SimulatedPast(self._stats)
+        past = SimulatedPast(self._stats, self._uncounted)
         updates = work.counted
         closed = ClosedRound(
             work.job,
@@ -170,11 +171,15 @@ class SimulatedServer:
         )
         prepared = self._maker.prepare(closed)
         model = self._maker.next(base, prepared, base.version + 1)
-        self._stats = prepared.stats()
+        self._stats, self._uncounted = prepared.stats(), []
         # Both models may share files, so delete only those that the new one does not use.
         for name in {*base.files} - {*model.files}:
             self._blobs.delete(name)
         return model
+
+    def abandon(self, work: "Work") -> None:
+        """Keep the updates of an abandoned round, for transforms that ask."""
+        self._uncounted += work.updates if self._job.transforms else ()
 
     def no_better(self, models: list[ModelRow]) -> bool:
         """Return whether the job ends early, without a better model.
@@ -191,6 +196,7 @@ class SimulatedPast:
     """The rounds before a round of a simulation."""
 
     stats: Mapping[str, Any]
+    updates: Sequence[UpdateRow] = ()  # of rounds that were abandoned since the last model
 
     def last_stats(self) -> Mapping[str, Any]:
         """See `fedring.server.model.transforms.transform.Past`."""
@@ -199,6 +205,10 @@ class SimulatedPast:
     def last_clip(self) -> float:
         """See `fedring.server.model.transforms.transform.Past`."""
         return float(self.stats.get("dp", {}).get("next_clip", 0.0))
+
+    def uncounted(self) -> Sequence[UpdateRow]:
+        """See `fedring.server.model.transforms.transform.Past`."""
+        return self.updates
 
     def noise_secret(self) -> bytes:
         """Return a new secret, since a simulation is not resumed."""

@@ -115,6 +115,12 @@ def open_vectors(contributions: Sequence[Contribution], vector: Vector, length: 
     return vectors
 
 
+def reader_of(payload: bytes) -> Reader:
+    """Return a reader of a payload, which copies nothing."""
+    whole = memoryview(payload)
+    return lambda offset, size: whole[offset : offset + size]
+
+
 def open_packet(reader: Reader, packet: PacketSpec, length: int) -> Decoder:
     """Return a decoder of one packet.
 

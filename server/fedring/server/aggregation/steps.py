@@ -12,15 +12,16 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fedring.codec.digest import is_called
 from fedring.codec.errors import CodecError
 from fedring.server.aggregation.combining import Combination, Finish, Walk
 from fedring.server.aggregation.contributions import Contribution
 from fedring.server.aggregation.modelfile import LoadedModel
 from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.state.blob_interfaces import Blobs
-from fedring.server.state.checked import CheckedReader, Room, read_checked, unreadable
+from fedring.server.state.checked import CheckedReader, Room, changed, read_checked, unreadable
 from fedring.server.state.failures import StorageError
-from fedring.server.state.rows import ChargeRow, ModelRow, PacketSpec
+from fedring.server.state.rows import ChargeRow, ModelRow, PacketSpec, UpdateRow
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
@@ -103,6 +104,18 @@ class BaseFiles:
             return read_checked(self._blobs, name) if name else b""
         except StorageError as error:
             raise self.damage_of(error) from error
+
+    def payload(self, row: UpdateRow) -> bytes:
+        """Return the payload of an update.
+
+        Raises:
+            StorageError: if it cannot be read, or is damaged.
+        """
+        if row.blob:
+            return read_checked(self._blobs, row.blob)
+        if not is_called(row.payload, row.digest):
+            raise changed(row.digest)
+        return row.payload
 
     def damage_of(self, error: CodecError | StorageError) -> StorageError:
         """Return the base's error for an error of a file."""

@@ -16,7 +16,7 @@ from fedring.codec import Reader
 from fedring.codec.errors import CodecError
 from fedring.server.aggregation.aggregate import AggregationPlan, aggregate, store_model, store_parts
 from fedring.server.aggregation.combining import Combination
-from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.contributions import Contribution, reader_of
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.aggregation.rule import RuleError
 from fedring.server.aggregation.steps import BaseFiles
@@ -188,7 +188,7 @@ class ModelMaker:
             payloads: list[Reader] = []
             for row in updates:
                 if row.client_id in closed.in_memory:  # it was checked when it came, and was on no disk since
-                    payloads.append(_in_memory(row.payload))
+                    payloads.append(reader_of(row.payload))
                     continue
                 sent = CheckedReader(self._payload(row), row.total_bytes, row.digest, files.room)
                 checked.append((row, sent))
@@ -297,12 +297,6 @@ class ModelMaker:
         if row.blob:
             return self._blobs.range_reader(row.blob)
         return lambda offset, size: row.payload[offset : offset + size]
-
-
-def _in_memory(payload: bytes) -> Reader:
-    """Return a reader of a payload, which copies nothing."""
-    whole = memoryview(payload)
-    return lambda offset, size: whole[offset : offset + size]
 
 
 def is_out_of_memory(error: Exception) -> bool:

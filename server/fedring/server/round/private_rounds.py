@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +19,7 @@ from fedring.server.state.noise_secret import (
     has_noise_secret,
     noise_secret,
 )
-from fedring.server.state.rows import ChargeRow, RoundRow
+from fedring.server.state.rows import ChargeRow, RoundRow, UpdateRow
 from fedring.train.jobs.job import Job
 
 T = TypeVar("T")
@@ -168,6 +168,10 @@ class RoundPast:
         """See `fedring.server.model.transforms.transform.Past`."""
         charges = self._db(self._facts.store.rounds.charges)
         return next((charge.next_clip for charge in reversed(charges) if charge.job_id == self._job_id), 0.0)
+
+    def uncounted(self) -> Sequence[UpdateRow]:
+        """See `fedring.server.model.transforms.transform.Past`."""
+        return self._db(partial(self._facts.store.updates.uncounted, self._job_id))
 
     def noise_secret(self) -> bytes:
         """See `fedring.server.model.transforms.transform.Past`."""

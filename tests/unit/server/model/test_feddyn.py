@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.closed_rounds import closed_round
+from tests.closed_rounds import FixedPast, closed_round
 from tests.damage import flip
 from tests.unit.host import running
 from tests.unit.host import spec as vector_job
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of
@@ -20,15 +22,17 @@ from fedring.codec.encoding import TILE
 from fedring.codec.errors import CodecError
 from fedring.daemon.config import ConfigError
 from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.steps import BaseFiles
 from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
+from fedring.server.model.transforms.named import feddyn
 from fedring.server.model.transforms.states import read_states
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.checked import read_checked
 from fedring.server.state.failures import DamagedModel
-from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
+from fedring.server.state.rows import Kind, ModelRow, UpdateRow, lay_out
 from fedring.simulation import simulate
 from fedring.train.jobs.job import Job
 
@@ -85,9 +89,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
         server.blobs.close()
 
 
-def update_of(client: str, delta: Float64) -> UpdateRow:
+def update_of(client: str, delta: Float64, kind: Kind = "delta") -> UpdateRow:
     payload = encode(delta.astype(np.float32), Encoding("fp32"))
-    packets, name = lay_out([("parameters", "delta", "fp32", len(payload))]), name_of(client.encode() + payload)
+    packets, name = lay_out([("parameters", kind, "fp32", len(payload))]), name_of(client.encode() + payload)
     digest = name_of(payload)
     return UpdateRow(1, client, digest, name, packets, 7, len(payload), 0.0, 1.0, 2.0, payload=payload)
 
@@ -229,6 +233,83 @@ async def test_a_server_keeps_the_state_from_round_to_round_and_from_start_to_st
     np.testing.assert_allclose(made, reference.theta, atol=1e-5)
     assert newest.transforms_blob
     assert [model.transforms_blob for model in older[1:]] == [""] * len(older[1:])  # only the next round reads it
+
+
+async def test_h_takes_in_what_abandoned_rounds_have_accepted(tmp_path: Path) -> None:
+    job = spec(size=8, clients=2, min_clients=2, min_clients_to_aggregate=2, rounds=4)
+    deltas = drawn(4, 0, 8)
+    async with running(tmp_path) as host:
+        a, b = (host.join(name) for name in ("a", "b"))
+        row, _ = await host.jobs.start(job, "")
+        for session, delta in ((a, deltas[0]), (b, deltas[1])):
+            await host.push(session, await host.command(session), delta.astype(np.float32))
+        await host.push(a, await host.command(a), deltas[2].astype(np.float32))
+        await host.rounds.abandon(host.round, "barrier_timeout")
+        await host.command(b)
+        for session, delta in ((a, deltas[3]), (b, deltas[0])):
+            await host.push(session, await host.command(session), delta.astype(np.float32))
+        for session in (a, b):
+            await host.push(session, await host.command(session), deltas[1].astype(np.float32))
+        assert await host.ended(row.job_id) == "completed"
+        newest, first = host.store.models.newest(10)[0], host.store.models.newest(10)[-1]
+        with host.blobs.reader(newest.blob) as blob:
+            made = ModelReader(blob).vectors().parameters
+        with host.blobs.reader(first.blob) as blob:
+            reference = Reference(ModelReader(blob).vectors().parameters.astype(np.float64), 0.5, 2)
+    reference.round(deltas[:2])
+    reference.h -= 0.5 / 2 * deltas[2]  # the client has moved, and the model has not
+    reference.round([deltas[3], deltas[0]])
+    reference.round([deltas[1], deltas[1]])
+    np.testing.assert_allclose(made, reference.theta, atol=1e-5)
+
+
+def test_weights_of_an_abandoned_round_count_as_their_difference_from_the_base(server: Server) -> None:
+    job, deltas = spec(), drawn(4, 8)
+    base = server.next(job, server.maker.first(job, 1), deltas)
+    weights = update_of("client-0", server.values(base) + deltas[0], kind="weights")
+    delta = update_of("client-0", deltas[0])
+    made = [server.next(job, base, deltas, past=FixedPast(updates=[row])) for row in (weights, delta)]
+    np.testing.assert_allclose(server.values(made[0]), server.values(made[1]), atol=1e-5)
+    assert server.next(job, base, deltas).digest != made[1].digest
+
+
+def test_a_damaged_update_of_an_abandoned_round_is_left_out_with_a_line(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, deltas = spec(), drawn(4, 9)
+    base = server.next(job, server.maker.first(job, 1), deltas)
+    whole = update_of("client-0", deltas[0])
+    damaged = replace(whole, payload=whole.payload[:-1] + bytes([whole.payload[-1] ^ 1]))
+    made = server.next(job, base, deltas, past=FixedPast(updates=[damaged]))
+    assert made.digest == server.next(job, base, deltas).digest
+    assert "h of feddyn lacks an update of client-0 in an abandoned round" in caplog.text
+
+
+def test_a_simulation_knows_what_abandoned_rounds_have_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, uncounted = list[Tensor](), list[list[str]]()
+
+    def fails_at_the_fourth_step(outputs: Tensor, labels: Tensor) -> Tensor:
+        losses.append(cross_entropy(outputs, labels))
+        if len(losses) == 4:
+            raise ArithmeticError("once")
+        return losses[-1]
+
+    class Noting(feddyn.NextH):
+        def __init__(self, alpha: float, clients: int, given: Sequence[UpdateRow]) -> None:
+            super().__init__(alpha, clients, given)
+            uncounted.append([row.client_id for row in given])
+
+        def read(self, base: ModelRow, files: BaseFiles) -> None:
+            super().read(base, files)
+            assert (self._moved is not None) == bool(self._uncounted)
+
+    monkeypatch.setattr(feddyn, "NextH", Noting)
+    job = {"weights": "uniform", "min_clients": 2, "rounds": 4, "subset_size": 32, "batch_size": 32, "evaluate": False}
+    job |= {"evaluate_on_server": False, "min_clients_to_aggregate": 2, "loss": fails_at_the_fourth_step}
+    with_it = {**job, "transforms": [{"name": "feddyn", "args": {"alpha": 0.1}}]}
+    report = simulate(with_it, clients=2, workers=1, threads=1)
+    assert ["reason" in row for row in report["rounds"]] == [False, True, False, False]
+    assert uncounted == [[], ["client-0"], []]
 
 
 def test_a_simulation_runs_the_same_server_half() -> None:

@@ -49,6 +49,13 @@ class Past(Protocol):
         """
         ...
 
+    def uncounted(self) -> Sequence[UpdateRow]:
+        """Return the accepted updates of rounds abandoned since the last model.
+
+        Their clients were told that these updates count. They are in the order of their rounds.
+        """
+        ...
+
     def noise_secret(self) -> bytes:
         """Return a secret of this round only, always the same.
 
@@ -68,6 +75,10 @@ class NoPast:
     def last_clip(self) -> float:
         """See Past."""
         return 0.0
+
+    def uncounted(self) -> Sequence[UpdateRow]:
+        """See Past."""
+        return ()
 
     def noise_secret(self) -> bytes:
         """See Past."""

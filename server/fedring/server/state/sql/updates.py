@@ -102,6 +102,19 @@ class UpdateStore:
         query = select(updates).where(updates.c.buffer == number).order_by(updates.c.client_id)
         return self._database.all(query, UpdateRow)
 
+    def uncounted(self, job_id: int) -> list[UpdateRow]:
+        """Return a job's updates of rounds abandoned since its newest model.
+
+        They are in the order of their rounds and clients. Those that were pruned are missing.
+        """
+        last = select(func.coalesce(func.max(rounds.c.round), 0)).where(
+            rounds.c.job_id == job_id, rounds.c.model_version > 0
+        )
+        since = (rounds.c.job_id == job_id) & (rounds.c.round > last.scalar_subquery())
+        abandoned = select(rounds.c.round).where(since, rounds.c.ended_at.is_not(None))
+        query = select(updates).where(updates.c.buffer.in_(abandoned))
+        return self._database.all(query.order_by(updates.c.buffer, updates.c.client_id), UpdateRow)
+
     def counts(self) -> Counter[str]:
         """Return the number of accepted updates of each client id.
 

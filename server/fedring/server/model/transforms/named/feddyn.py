@@ -6,9 +6,13 @@ With m clients, the clients P of a round, the mean d of their deltas, and h, whi
     h' = h - alpha |P| / m d        model' = model + d - h' / alpha
 
 so h is alpha times the mean, over all m clients, of how far each of them has moved the model so far, with the opposite
-sign. h belongs to the job: it begins anew with each job, and if the arguments change.
+sign. A client has moved as soon as its update is accepted. So h also takes in the updates of rounds that were abandoned
+afterwards, or else it would never be that mean again, and the model would not get where it should. h belongs to the
+job: it begins anew with each job, and if the arguments change.
 """
 
+import logging
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -17,13 +21,19 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
-from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.contributions import Contribution, open_vectors, reader_of
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.aggregation.rule import Rule
+from fedring.server.aggregation.steps import BaseFiles
 from fedring.server.model.transforms.transform import Algorithm, ClosedRound, Skeleton, StatefulStep, States
+from fedring.server.state.failures import DamagedBlob
+from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.train.bounds import MAX_COUNT, Positive
 from fedring.train.jobs.aggregation_table import MEAN
 from fedring.train.jobs.algorithm_checks import check_keys
 from fedring.train.jobs.job import Job
+
+log = logging.getLogger(__name__)
 
 _NEEDS = {
     "trainer": "",
@@ -69,7 +79,7 @@ class FedDyn(Algorithm[Args]):
 
     def close(self, closed: ClosedRound, rule: Rule | None) -> "NextH":
         """See Transform.close."""
-        return NextH(self.args.alpha, self.args.clients or closed.job.min_clients)
+        return NextH(self.args.alpha, self.args.clients or closed.job.min_clients, closed.past.uncounted())
 
 
 class NextH(StatefulStep):
@@ -78,17 +88,32 @@ class NextH(StatefulStep):
     Args:
         alpha: as in the module's formulas.
         clients: m. If more clients than that have delivered, it is their number.
+        uncounted: updates that only h takes in.
     """
 
-    def __init__(self, alpha: float, clients: int) -> None:
-        self._alpha, self._all = alpha, clients
+    def __init__(self, alpha: float, clients: int, uncounted: Sequence[UpdateRow] = ()) -> None:
+        self._alpha, self._uncounted = alpha, uncounted
+        self._most = clients  # m
         self._share = 0.0  # |P| / m
+        self._moved: NDArray[np.float64] | None = None  # the sum of the uncounted deltas, [length]
         self._h = np.empty(0, np.float32)  # each piece of h is replaced by that of h' as soon as it is known
 
     def contributions(self, given: list[Contribution], length: int) -> list[Contribution]:
         """See Step.contributions."""
-        self._share = len(given) / max(self._all, len(given))
+        self._most = max(self._most, len(given))
+        self._share = len(given) / self._most
         return given
+
+    def read(self, base: ModelRow, files: BaseFiles) -> None:
+        """See Step.read."""
+        for row in self._uncounted:
+            try:
+                sent = Contribution(row.client_id, 1.0, row.packets, reader_of(files.payload(row)))
+                delta = _delta(sent, base, files)
+            except (DamagedBlob, CodecError) as error:
+                log.warning("h of feddyn lacks an update of %s in an abandoned round: %s", row.client_id, error)
+            else:
+                self._moved = delta if self._moved is None else self._moved + delta
 
     def begin(self, before: States, length: int) -> None:
         """See StatefulStep.begin."""
@@ -99,6 +124,8 @@ class NextH(StatefulStep):
         h = self._h[start : start + len(delta)]
         with np.errstate(over="ignore"):
             h[:] = h - self._alpha * self._share * delta
+            if self._moved is not None:
+                h[:] -= self._alpha / self._most * self._moved[start : start + len(delta)]
         if not np.isfinite(h).all():
             raise CodecError("non_finite", "a value of h of feddyn does not fit into float32")
         delta -= h / np.float64(self._alpha)
@@ -106,3 +133,12 @@ class NextH(StatefulStep):
     def state(self) -> States:
         """See StatefulStep.state."""
         return {"h": self._h}
+
+
+def _delta(sent: Contribution, base: ModelRow, files: BaseFiles) -> NDArray[np.float64]:
+    """Return the delta of an update, [length]."""
+    (vector,) = open_vectors([sent], "parameters", base.parameters)
+    values = np.empty(0, np.float32)
+    if vector.kind == "weights":  # a delta needs no base
+        values = ModelReader(files.open(base.blob)).parameters(0, base.parameters)
+    return vector.delta(values, 0, base.parameters)
