@@ -107,16 +107,14 @@ def signed_keys(
     )
 
 
-def check_member(
-    signed: wire.SignedKeys, command: pb.TrainCmd, check_identity: CheckIdentity, task: bytes = b""
-) -> Member:
+def check_member(signed: wire.SignedKeys, command: pb.TrainCmd, check_identity: CheckIdentity, task: bytes) -> Member:
     """Return a client of a group after checking its signed keys.
 
     Args:
         signed: its keys.
         command: of the round, as the caller knows it.
         check_identity: checks that the proof belongs to the client id.
-        task: the digest of the command's task, from a caller that checks several members; empty = it is computed.
+        task: the digest of the command's task, which is the same for all members.
 
     Raises:
         SecureError: "bad_peer_keys" if the statement is malformed, "other_round" if it is of another round,
@@ -142,7 +140,7 @@ def check_member(
     # The signature is good: now a replay from another round, then another task for this client, are told apart.
     if (said.context, said.run_id, said.epoch, said.round) != (CONTEXT, command.run_id, command.epoch, command.round):
         raise SecureError("other_round", f"the keys of {name} are of another round: {said.round} of {said.run_id[:64]}")
-    if said.task != (task or task_digest(command)):
+    if said.task != task:
         raise SecureError("other_task", f"{name} was given another model or another task in this round")
     try:
         check_identity(name, proof)

@@ -347,7 +347,7 @@ def test_a_roster_that_is_not_in_order_is_refused() -> None:
 def test_keys_of_another_round_or_task_are_refused(change: dict[str, object], reason: str) -> None:
     other = pb.TrainCmd(**{"run_id": "run", "epoch": 1, "round": 7, "model_digest": "m", "lr": 0.5} | change)  # type: ignore[arg-type]
     with pytest.raises(SecureError) as error:
-        check_member(Party("a").signed(other), COMMAND, anybody)
+        check_member(Party("a").signed(other), COMMAND, anybody, task_digest(COMMAND))
     assert error.value.reason == reason
 
 
@@ -378,5 +378,5 @@ def test_keys_that_are_not_signed_well_are_refused() -> None:
         (no_key, "bad_peer_keys"),
     ):
         with pytest.raises(SecureError) as error:
-            check_member(keys, COMMAND, anybody)
+            check_member(keys, COMMAND, anybody, task_digest(COMMAND))
         assert error.value.reason == reason

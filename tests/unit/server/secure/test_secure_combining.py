@@ -18,6 +18,7 @@ from fedring.secure.roster import Roster, check_member, signed_keys
 from fedring.secure.shamir import PRIME, SHARE_BYTES, split
 from fedring.server.secure import combining
 from fedring.server.secure.combining import Agreed, Unmasking, unmask
+from fedring.signatures.digests import task_digest
 from fedring.signatures.proofs import Proof, public_bytes
 from fedring.v1 import federation_pb2 as pb
 
@@ -75,7 +76,7 @@ def party(count: int) -> Party:
         key = Ed25519PrivateKey.generate()
         proof = Proof(public_key=public_bytes(key.public_key()))
         keys = signed_keys(COMMAND, name, secrets[name], key, proof)
-        members.append(check_member(keys, COMMAND, lambda _name, _proof: None))
+        members.append(check_member(keys, COMMAND, lambda _name, _proof: None, task_digest(COMMAND)))
     t, rng = threshold(count), np.random.default_rng(count)
     return Party(
         Roster(tuple(members)),
