@@ -222,6 +222,27 @@ class TestStore:
         store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=3)
         assert store.rounds.newest(job_id=slow.job_id) == []
 
+    def test_updates_of_rounds_abandoned_since_a_model_are_kept_for_transforms(self, store: Store) -> None:
+        spec = {"transforms": [{"name": "feddyn", "args": {"alpha": 0.1}}]}
+        stateful = store.jobs.create(replace(a_job(store), job_id=0, spec=spec, idempotency_key="stateful"))
+        plain = a_job(store)
+        for job in (stateful, plain):
+            store.jobs.set_state(job.job_id, "running")
+            for number, version in ((1, 0), (2, 7), (3, 0), (4, 0)):
+                row = RoundRow(0, job.job_id, number, "published", 0.0, model_version=version, ended_at=1.0)
+                store.updates.accept([an_update(store.rounds.create(row).round, f"client-{number}")])
+        names = ["client-3", "client-4"]
+        for job in (stateful, plain):
+            assert [row.client_id for row in store.updates.uncounted(job.job_id)] == names
+        for _ in range(9):
+            a_round(store, plain, ended=True)
+        store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
+        assert [row.client_id for row in store.updates.uncounted(stateful.job_id)] == names
+        assert store.updates.uncounted(plain.job_id) == []
+        store.jobs.set_state(stateful.job_id, "completed")
+        store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
+        assert store.updates.uncounted(stateful.job_id) == []
+
     def test_the_model_that_an_open_round_starts_from_is_kept(self, store: Store) -> None:
         for version in (1, 2, 3):
             store.models.publish(a_model(version))

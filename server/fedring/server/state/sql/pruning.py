@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy import Connection, delete, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, delete, or_, select
 
 from fedring.server.state.ratings import versions_to_keep
 from fedring.server.state.rows import JobRow, ModelRow
@@ -10,7 +10,7 @@ from fedring.server.state.sql import sealed
 from fedring.server.state.sql.blob_names import STATES
 from fedring.server.state.sql.rounds import COUNTED, PUBLISHED
 from fedring.server.state.sql.tables import commands, evaluations, jobs, models, rounds, updates
-from fedring.server.state.sql.updates import forget_answered, remember
+from fedring.server.state.sql.updates import abandoned_since_a_model, forget_answered, remember
 from fedring.train.jobs.start import version_of
 
 
@@ -20,12 +20,18 @@ def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, k
     The newest ended rounds keep their updates.
     """
     ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
-    running = connection.execute(select(jobs.c.job_id).where(jobs.c.state == "running")).scalars().all()
+    rows = sealed.rows_of(connection, select(jobs).where(jobs.c.state == "running"), JobRow)
+    running = [row.job_id for row in rows]
     # Of each job that runs, since a client may ask what became of its update.
     keep_update_rounds *= max(1, len(running))
     kept_rounds = ended.order_by(rounds.c.round.desc()).limit(keep_update_rounds)
     held = rounds.c.round.in_(select(updates.c.buffer))  # only few rounds still hold updates
-    old = updates.c.buffer.in_(ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery())))
+    old: ColumnElement[bool] = updates.c.buffer.in_(
+        ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery()))
+    )
+    # Transforms may ask for these when they make the job's next model.
+    asked = [abandoned_since_a_model(row.job_id) for row in rows if row.spec.get("transforms")]
+    old = and_(old, *(updates.c.buffer.not_in(each) for each in asked))
     remember(connection, old)
     forget_answered(connection, old)
     removed = connection.execute(delete(updates).where(old)).rowcount

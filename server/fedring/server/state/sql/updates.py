@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, delete, exists, func, select
+from sqlalchemy import ColumnElement, Connection, Select, delete, exists, func, select
 from sqlalchemy.exc import IntegrityError
 
 from fedring.daemon.crash import crashpoint
@@ -105,14 +105,9 @@ class UpdateStore:
     def uncounted(self, job_id: int) -> list[UpdateRow]:
         """Return a job's updates of rounds abandoned since its newest model.
 
-        They are in the order of their rounds and clients. Those that were pruned are missing.
+        They are in the order of their rounds and clients. While a job with transforms runs, none is pruned.
         """
-        last = select(func.coalesce(func.max(rounds.c.round), 0)).where(
-            rounds.c.job_id == job_id, rounds.c.model_version > 0
-        )
-        since = (rounds.c.job_id == job_id) & (rounds.c.round > last.scalar_subquery())
-        abandoned = select(rounds.c.round).where(since, rounds.c.ended_at.is_not(None))
-        query = select(updates).where(updates.c.buffer.in_(abandoned))
+        query = select(updates).where(updates.c.buffer.in_(abandoned_since_a_model(job_id)))
         return self._database.all(query.order_by(updates.c.buffer, updates.c.client_id), UpdateRow)
 
     def counts(self) -> Counter[str]:
@@ -149,6 +144,14 @@ class UpdateStore:
             for table in (clients, evaluations):
                 removed += connection.execute(delete(table).where(table.c.client_id == client_id)).rowcount
             return Pruned(removed, frozenset(before - named_blobs(connection)))
+
+
+def abandoned_since_a_model(job_id: int) -> Select[tuple[int]]:
+    """Return the query of the rounds abandoned since a job's newest model."""
+    mine = rounds.c.job_id == job_id
+    newest = select(func.coalesce(func.max(rounds.c.round), 0)).where(mine, rounds.c.model_version > 0)
+    since = rounds.c.round > newest.scalar_subquery()
+    return select(rounds.c.round).where(mine, since, rounds.c.ended_at.is_not(None))
 
 
 def remember(connection: Connection, old: ColumnElement[bool]) -> None:
