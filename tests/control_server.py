@@ -12,7 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from fedring.codec import Encoding, Entry, Schema, Vectors, encode, encode_buffers
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
-from fedring.rpc.errors import FedringError
+from fedring.rpc.errors import FedringError, Unavailable
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fb
@@ -40,6 +40,8 @@ class Script(rpc.ControlServiceServicer):
         self.more = asyncio.Condition()
         self.watched = asyncio.Event()
         self.damage = False
+        self.asked = 0  # how often for the status
+        self.restarting = range(0)  # which of those calls find no server
         self.not_serving = ""
         self.rounds = [ROUND]  # newest first
         self.models = [pb.Model(version=8, round=7, digest="blake3-" + "ab" * 32, parameters=6, accuracy=0.9)]
@@ -61,6 +63,9 @@ class Script(rpc.ControlServiceServicer):
         return pb.StopReply(job_id=1, round=7)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.Status:
+        self.asked += 1
+        if self.asked in self.restarting:
+            raise Unavailable("it restarts")
         return pb.Status(
             run_id="run", version="1", clients_watching=2, model_version=8, round=ROUND, not_serving=self.not_serving
         )

@@ -37,6 +37,8 @@ _WHY = {
     Listener.TLS: "it speaks TLS: give --tls-ca, and --tls-cert with --tls-key or --token-file",
     Listener.PLAINTEXT: "something else listens there, or a server that does not answer",
 }
+_OWN_ENDS = ("Locally cancelled by application!", "Channel closed!")
+"""What gRPC says of calls that the caller itself has ended."""
 _SECONDS = 2.0  # for each handshake that looks for the reason
 _EXITS = {
     StatusCode.INVALID_ARGUMENT: Exit.USAGE,
@@ -74,6 +76,8 @@ def failure_of(error: grpc.RpcError, address: str, *, tls: Tls = PLAINTEXT, name
             )
         case StatusCode.UNAVAILABLE:
             return Unreachable(f"cannot reach fl-server's control port at {address}: {_obstacle(address, tls)}")
+        case StatusCode.CANCELLED if details not in _OWN_ENDS:
+            return Unreachable(f"fl-server at {address} has cut the call off, as when it stops: try again")
         case StatusCode.UNIMPLEMENTED:
             return Failure(
                 f"{address} is not fl-server's control port: is it the port for clients? "

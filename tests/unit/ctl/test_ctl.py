@@ -388,8 +388,33 @@ def test_watch_prints_one_line_per_event(server: Server, flctl: Call) -> None:
     assert len(out.splitlines()) == 5
 
 
-def test_following_a_job_misses_nothing_when_the_stream_breaks(server: Server) -> None:
-    server.script.break_after = 2
+def test_a_live_watch_goes_on_if_the_server_is_restarting_when_it_is_asked(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def start_when_watched() -> None:
+        await server.script.watched.wait()
+        await server.script._start("key", {})
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    server.script.restarting = range(3, 7)  # it is asked twice before the first event, and up to four times for it
+    server.script.break_after, server.script.break_with = 5, NotAllowed("enough")
+    started = asyncio.run_coroutine_threadsafe(start_when_watched(), server.loop)
+    code = main(["watch"])
+    started.result(SECONDS)
+    assert (code, server.script.asked > 6, capsys.readouterr().err) == (Exit.NOT_ALLOWED, True, "flctl: enough\n")
+
+
+class CutOff(FedringError):
+    """What a call gets that a server is still serving when it ends."""
+
+    status, reason = grpc.StatusCode.CANCELLED, "cut_off"
+
+
+@pytest.mark.parametrize("broken_with", [None, Unavailable("it stops"), CutOff("CANCELLED")])
+def test_following_a_job_misses_nothing_when_the_stream_breaks(
+    server: Server, broken_with: FedringError | None
+) -> None:
+    server.script.break_after, server.script.break_with = 2, broken_with
     with Control(server.address) as control:
         events = control.events()
         reply = control.start_job({"rounds": 1})

@@ -2,12 +2,14 @@
 
 import sys
 from collections import deque
+from contextlib import suppress
 
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from fedring.control.calls import Control
+from fedring.control.failure import Unreachable
 from fedring.ctl.access import connect
 from fedring.ctl.operate.event_display import json_line, plain_line
 from fedring.ctl.operate.lists import ROUND_COLUMNS, round_row
@@ -66,6 +68,7 @@ def _watch_live(control: Control) -> None:
     with Live(board.render(), console=stdout_console(), auto_refresh=False) as live:
         for event in control.watch():
             if event.kind != "update_accepted":  # it does not change the status, and there are many of them
-                board.status = control.status()
+                with suppress(Unreachable):  # it may be restarting: then the events end, too, and that is waited for
+                    board.status = control.status()
             board.show(event)
             live.update(board.render(), refresh=True)
