@@ -43,9 +43,9 @@ promtool test rules deploy/prometheus/tests/alerts.yml
 
 | alert | when |
 |---|---|
-| `FlNoRoundCompleted` | a job runs, and no round has published a model for twice the deadline |
+| `FlNoRoundCompleted` | a job runs, and has published no model for twice the longest deadline of an open round |
 | `FlUpdatesRejected` | more than 10 % of the updates within 15 minutes are refused |
-| `FlTooFewClients` | for 5 minutes, fewer clients are connected than the newest round needed |
+| `FlTooFewClients` | for 5 minutes, fewer clients are connected than an open round needs, or the newest one needed |
 | `FlClientLost` | for 5 minutes, fewer clients are connected than at some time within the last hour |
 | `FlStraggler` | a ring of three or more ranks waits three times as long for one rank as for the median rank |
 | `FlResidualGrows` | the residual of a compression has doubled within half an hour and keeps growing |

@@ -14,6 +14,7 @@ from fedring.daemon.exits import Exit
 from fedring.rpc.tls import PLAINTEXT, Tls
 from tests.fleets import PATIENCE, Fleet
 from tests.pki import Pki
+from tests.ports import free_port
 
 
 @dataclass
@@ -155,6 +156,18 @@ def test_the_doctor_notices_a_token_file_that_others_can_read(
     token.chmod(0o644)
     level, found, _ = examine(capsys, "client", tmp_path, **keys)["identity"]
     assert (level, "chmod 600" in found) == ("fail", True)
+
+
+def test_the_doctor_notices_that_a_shared_state_cannot_be_reached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("psycopg")
+    ports = {key: f"127.0.0.1:{free_port()}" for key in ("listen", "control_listen")}
+    urls = {"state_url": f"postgresql://fedring@127.0.0.1:{free_port()}/fedring", "blob_url": "s3://models/fedring"}
+    level, found, advice = examine(capsys, "server", tmp_path, **ports, **urls)["shared state"]
+    assert (level, "state_url" in advice) == ("fail", True)
+    assert "Connection refused" in found
+    assert "shared state" not in examine(capsys, "server", tmp_path, **ports)
 
 
 @pytest.mark.parametrize("server", ["mutual", "one-sided", "plain"])

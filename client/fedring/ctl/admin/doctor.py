@@ -69,6 +69,7 @@ def _examine_server(config: ServerConfig) -> Iterator[Check]:
     )
     yield from doctor_checks.check_state_dir(config.state_dir)
     yield from doctor_checks.check_database(config.state_dir)
+    yield from doctor_checks.check_shared_state(config)
     yield from check_names(config)
 
 

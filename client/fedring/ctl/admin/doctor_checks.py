@@ -19,10 +19,12 @@ from fedring.control.access import Access
 from fedring.ctl.operate.port_health import check_health
 from fedring.daemon.checks import Check, Level, check_writable, existing_part
 from fedring.daemon.config import ConfigError, load_config
+from fedring.extras import missing
 from fedring.rpc.certificates import identity_of, load_authorities
 from fedring.rpc.channel import encrypts
 from fedring.rpc.handshake import diagnose, shown_at
 from fedring.rpc.tls import PLAINTEXT, Tls, check_tls, read_token
+from fedring.server.config import ServerConfig
 from fedring.v1 import control_pb2, federation_pb2
 
 FOR_CLIENTS = federation_pb2.DESCRIPTOR.services_by_name["TrainCmdService"].full_name
@@ -169,6 +171,28 @@ def check_database(state_dir: Path) -> Iterator[Check]:
             check_at_rest(state_dir)
         except (OSError, StorageError) as error:
             yield Check("database", Level.FAIL, str(error), "restore a backup, or see docs/deployment.md")
+
+
+def check_shared_state(config: ServerConfig) -> Iterator[Check]:
+    """Check the database and the object store of a shared state.
+
+    Nothing is checked if there is none.
+    """
+    if not config.state_url:
+        return
+    from fedring.server.leading import check_shared  # imports the database
+    from fedring.server.state.failures import Deposed, StorageError
+
+    name, advice = "shared state", "correct state_url and blob_url, or what they name: see docs/availability.md"
+    try:
+        better = check_shared(config)
+    except (ConfigError, StorageError, ImportError) as error:
+        yield Check(name, Level.FAIL, missing(error) or str(error), advice)
+    except Deposed as error:
+        yield Check(name, Level.FAIL, error.why, advice)
+    else:
+        yield Check(name, Level.OK, f"{config.state_url} and {config.blob_url}")
+        yield from (Check(name, Level.WARN, sentence) for sentence in better)
 
 
 def _serves(address: str, service: str, tls: Tls) -> bool:

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from fedring.daemon.metrics import SECONDS, Registry
 from fedring.server.round import machine as rd
-from fedring.server.round.events import Phase, Presence, Round, RoundState
+from fedring.server.round.events import Phase, Presence, Round, RoundRules, RoundState
 from fedring.train.metrics import MAX_METRICS, ORIGINS
 
 PHASES = {
@@ -33,6 +33,7 @@ class RoundMetrics:
     """Counts rounds and their clients; used from the event loop."""
 
     def __init__(self, registry: Registry) -> None:
+        self._rules: dict[int, RoundRules] = {}  # of each open round
         self._began: dict[int, float] = {}  # when the training of each open round began, monotonic
         self.named = NamedMetrics()
         registry.register(self.named)
@@ -53,9 +54,15 @@ class RoundMetrics:
         self.stalled = new.counter("fl_server_clients_stalled_total", text)
         text = "Clients that rounds went on without because of straggler_factor or select_factor."
         self.stragglers = new.counter("fl_server_stragglers_total", text)
-        text = "What clients had in the newest round to train and deliver."
+        text = (
+            "What clients have to train and deliver in an open round, of several the most; without one, what they had "
+            "in the newest round."
+        )
         self._deadline = new.gauge("fl_server_round_deadline_seconds", text)
-        text = "Clients that the newest round needed to start; before it, those that the configuration says."
+        text = (
+            "Clients that an open round needs to start, of several the most; without one, those of the newest round; "
+            "before it, those that the configuration says."
+        )
         self.min_clients = new.gauge("fl_server_round_min_clients", text)
 
     def _declare_models(self, new: Registry) -> None:
@@ -98,8 +105,8 @@ class RoundMetrics:
         # A resumed round may be past its training, so its duration counts from now.
         if before is None:
             if after is not None:
-                self._deadline.set(after.rules.deadline)
-                self.min_clients.set(rd.needed(after.rules))
+                self._rules[after.number] = after.rules
+                self._demand()
                 self._began[after.number] = now
             return
         if after is not None and after.phase is before.phase:
@@ -110,6 +117,8 @@ class RoundMetrics:
             self._phase.labels(PHASES[before.phase]).observe(now - before.since)
         if after is None:
             self._began.pop(before.number, None)
+            self._rules.pop(before.number, None)
+            self._demand()
             return
         if after.phase is Phase.TRAINING:
             self._began[after.number] = now
@@ -118,6 +127,13 @@ class RoundMetrics:
         if after.phase is Phase.PUBLISHED:
             self._duration.observe(now - self._began[after.number])
             self._completed.set(time.time())
+
+    def _demand(self) -> None:
+        """Show the demands of the open rounds, or of the last one."""
+        # Of several jobs, one may open a round of seconds again and again while another one trains for hours.
+        if self._rules:
+            self._deadline.set(max(rules.deadline for rules in self._rules.values()))
+            self.min_clients.set(max(map(rd.needed, self._rules.values())))
 
     def evaluated(self, stats: Mapping[str, Any]) -> None:
         """Show the figures of an evaluation that has ended.

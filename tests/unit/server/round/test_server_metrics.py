@@ -176,6 +176,18 @@ def test_the_phases_of_a_published_round_are_measured(metrics: Metrics) -> None:
     assert value(metrics, "fl_server_round_last_completed_timestamp_seconds") > 0
 
 
+def test_of_several_open_rounds_the_one_that_asks_for_most_is_shown(metrics: Metrics) -> None:
+    """So a job of short rounds raises no alarm about another one, and hides none."""
+    long = Round(7, RoundRules(min_clients=8, deadline=3600.0), Phase.WAITING, 0.0)
+    short = Round(8, RoundRules(min_clients=2, deadline=60.0), Phase.WAITING, 0.0)
+    shown: list[tuple[float, float]] = []
+    for before, after in ((None, long), (None, short), (short, None), (long, None), (None, short)):
+        metrics.rounds.moved(before, after, 1.0)
+        names = ("fl_server_round_deadline_seconds", "fl_server_round_min_clients")
+        shown.append((value(metrics, names[0]), value(metrics, names[1])))
+    assert shown == [(3600.0, 8), (3600.0, 8), (3600.0, 8), (3600.0, 8), (60.0, 2)]
+
+
 def test_a_round_that_one_client_can_start_needs_one(metrics: Metrics) -> None:
     play(metrics, (0.0, RoundOpened(7, RoundRules(min_clients=3, barrier="none"))))
     assert value(metrics, "fl_server_round_min_clients") == 1
