@@ -3,9 +3,9 @@
 The next one is made from the updates of a round.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,8 +173,9 @@ class ModelMaker:
         """
         closed = prepared.closed
         job, command, updates = closed.job, closed.command, closed.updates
-        own = self._own_update(base, job, command.job_round, command.seed) if job.aggregation.data else None
         with ExitStack() as stack:
+            stack.enter_context(_memory_for(len(updates), base, job))
+            own = self._own_update(base, job, command.job_round, command.seed) if job.aggregation.data else None
             files = BaseFiles(self._blobs, self._versions, base, stack)
             for step in prepared.steps:
                 step.read(base, files)
@@ -214,12 +215,6 @@ class ModelMaker:
             except RuleError as error:
                 check()
                 raise RuleError(error.reason, f"the rule {job.aggregation.rule} failed: {error}") from error
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                size = f"{len(updates)} updates of {reader.schema.num_parameters:,} parameters"
-                text = f"the server has too little memory to combine {size} with the rule {job.aggregation.rule}"
-                raise RuleError("out_of_memory", text) from error
             return new.row(reader.schema, version=version, number=command.round, base=base)
 
     def strategy(self, job: Job) -> Strategy:
@@ -297,6 +292,19 @@ class ModelMaker:
         if row.blob:
             return self._blobs.range_reader(row.blob)
         return lambda offset, size: row.payload[offset : offset + size]
+
+
+@contextmanager
+def _memory_for(updates: int, base: ModelRow, job: Job) -> Iterator[None]:
+    """Turn a lack of memory into the error of a round."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        size = f"{updates} updates of {base.parameters:,} parameters"
+        text = f"the server has too little memory to combine {size} with the rule {job.aggregation.rule}"
+        raise RuleError("out_of_memory", text) from error
 
 
 def is_out_of_memory(error: Exception) -> bool:

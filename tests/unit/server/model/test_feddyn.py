@@ -30,7 +30,7 @@ from fedring.server.model.transforms.named import feddyn
 from fedring.server.model.transforms.states import read_states
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs
-from fedring.server.state.checked import read_checked
+from fedring.server.state.checked import CheckedReader, read_checked
 from fedring.server.state.failures import DamagedModel
 from fedring.server.state.rows import Kind, ModelRow, UpdateRow, lay_out
 from fedring.simulation import simulate
@@ -263,7 +263,44 @@ async def test_h_takes_in_what_abandoned_rounds_have_accepted(tmp_path: Path) ->
     np.testing.assert_allclose(made, reference.theta, atol=1e-5)
 
 
-def test_weights_of_an_abandoned_round_count_as_their_difference_from_the_base(server: Server) -> None:
+def test_clients_that_delivered_in_an_abandoned_round_count_as_all_if_they_are_more(server: Server) -> None:
+    job, deltas = spec(min_clients=2), drawn(6, 10)
+    base = server.maker.first(job, 1)
+    rows = [update_of(f"client-{number}", delta) for number, delta in enumerate(deltas)]
+    made = server.next(job, base, [0 * deltas[0]] * 2, past=FixedPast(updates=rows))
+    np.testing.assert_allclose(server.h(made), server.h(server.next(job, base, deltas)), atol=1e-6)
+
+
+def test_updates_of_abandoned_rounds_may_come_in_any_order(server: Server) -> None:
+    job, deltas = spec(), drawn(4, 11)
+    base, far = server.maker.first(job, 1), 1e15 * deltas[0]
+    rows = [update_of(f"client-{number}", delta) for number, delta in enumerate((far, deltas[1], -far))]
+    orders = (rows, rows[::-1], [rows[0], rows[2], rows[1]])
+    assert len({server.next(job, base, deltas, past=FixedPast(updates=order)).digest for order in orders}) == 1
+
+
+async def test_a_state_for_which_the_memory_does_not_suffice_ends_its_round_and_not_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def needs_memory(self: feddyn.NextH, before: object, length: int) -> None:
+        raise MemoryError
+
+    async with running(tmp_path) as host:
+        session = host.join("a")
+        with monkeypatch.context() as patched:
+            patched.setattr(feddyn.NextH, "begin", needs_memory)
+            row, _ = await host.jobs.start(spec(size=8, min_clients=1, rounds=1, max_abandoned=1), "")
+            await host.push(session, await host.command(session), drawn(1, 0, 8)[0].astype(np.float32))
+            assert await host.ended(row.job_id) == "failed"
+        assert host.store.rounds.newest(1)[0].reason == "out_of_memory"
+        row, _ = await host.jobs.start(spec(size=8, min_clients=1, rounds=1), "")
+        await host.push(session, await host.command(session), drawn(1, 0, 8)[0].astype(np.float32))
+        assert await host.ended(row.job_id) == "completed"
+
+
+def test_weights_of_an_abandoned_round_count_as_their_difference_from_the_base(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job, deltas = spec(), drawn(4, 8)
     base = server.next(job, server.maker.first(job, 1), deltas)
     weights = update_of("client-0", server.values(base) + deltas[0], kind="weights")
@@ -271,6 +308,15 @@ def test_weights_of_an_abandoned_round_count_as_their_difference_from_the_base(s
     made = [server.next(job, base, deltas, past=FixedPast(updates=[row])) for row in (weights, delta)]
     np.testing.assert_allclose(server.values(made[0]), server.values(made[1]), atol=1e-5)
     assert server.next(job, base, deltas).digest != made[1].digest
+    opened, open_ = list[str](), BaseFiles.open
+
+    def noted(files: BaseFiles, name: str) -> CheckedReader:
+        opened.append(name)
+        return open_(files, name)
+
+    monkeypatch.setattr(BaseFiles, "open", noted)
+    server.next(job, base, deltas, past=FixedPast(updates=[replace(weights, client_id=name) for name in "abc"]))
+    assert opened == [base.blob] * 2  # once for all of them, and once for the new model
 
 
 def test_a_damaged_update_of_an_abandoned_round_is_left_out_with_a_line(

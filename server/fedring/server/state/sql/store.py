@@ -107,7 +107,8 @@ class Store:
 
         Args:
             keep_models: how many of the newest models stay, at least one.
-            keep_update_rounds: of how many of the newest ended rounds the updates stay.
+            keep_update_rounds: of how many of the newest ended rounds the updates stay, besides those that transforms
+                may ask for.
             keep_rounds: how many of the newest ended rounds stay, at least `keep_update_rounds`.
             keep_jobs: of how many of the newest jobs the newest and the best model stay.
         """

@@ -12,6 +12,7 @@ job: it begins anew with each job, and if the arguments change.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -87,13 +88,14 @@ class NextH(StatefulStep):
 
     Args:
         alpha: as in the module's formulas.
-        clients: m. If more clients than that have delivered, it is their number.
-        uncounted: updates that only h takes in.
+        clients: m. If more clients than that have delivered, in this round or an abandoned one, it is their number.
+        uncounted: updates that only h takes in, in any order.
     """
 
     def __init__(self, alpha: float, clients: int, uncounted: Sequence[UpdateRow] = ()) -> None:
-        self._alpha, self._uncounted = alpha, uncounted
-        self._most = clients  # m
+        # Sorted, so that their sum is the same to the bit in a simulation and with each kind of database.
+        self._alpha, self._uncounted = alpha, sorted(uncounted, key=lambda row: (row.buffer, row.client_id))
+        self._most = max([clients, *Counter(row.buffer for row in uncounted).values()])  # m
         self._share = 0.0  # |P| / m
         self._moved: NDArray[np.float64] | None = None  # the sum of the uncounted deltas, [length]
         self._h = np.empty(0, np.float32)  # each piece of h is replaced by that of h' as soon as it is known
@@ -106,14 +108,18 @@ class NextH(StatefulStep):
 
     def read(self, base: ModelRow, files: BaseFiles) -> None:
         """See Step.read."""
+        values, length = np.empty(0, np.float32), base.parameters
         for row in self._uncounted:
             try:
                 sent = Contribution(row.client_id, 1.0, row.packets, reader_of(files.payload(row)))
-                delta = _delta(sent, base, files)
+                (vector,) = open_vectors([sent], "parameters", length)
+                if vector.kind == "weights" and not values.size:  # a delta needs no base
+                    values = ModelReader(files.open(base.blob)).parameters(0, length)
+                delta = vector.delta(values, 0, length)
             except (DamagedBlob, CodecError) as error:
                 log.warning("h of feddyn lacks an update of %s in an abandoned round: %s", row.client_id, error)
             else:
-                self._moved = delta if self._moved is None else self._moved + delta
+                self._moved = delta if self._moved is None else np.add(self._moved, delta, out=self._moved)
 
     def begin(self, before: States, length: int) -> None:
         """See StatefulStep.begin."""
@@ -133,12 +139,3 @@ class NextH(StatefulStep):
     def state(self) -> States:
         """See StatefulStep.state."""
         return {"h": self._h}
-
-
-def _delta(sent: Contribution, base: ModelRow, files: BaseFiles) -> NDArray[np.float64]:
-    """Return the delta of an update, [length]."""
-    (vector,) = open_vectors([sent], "parameters", base.parameters)
-    values = np.empty(0, np.float32)
-    if vector.kind == "weights":  # a delta needs no base
-        values = ModelReader(files.open(base.blob)).parameters(0, base.parameters)
-    return vector.delta(values, 0, base.parameters)
