@@ -126,9 +126,8 @@ async def _serve(parts: Parts, ports: Ports, lead: Lead) -> None:
         raise group.exceptions[0] from None
     finally:
         parts.journal.close()
-        await (
-            starting
-        )  # A server that was not started keeps its port when it is stopped, and this one is about to lead.
+        # A server that was not started keeps its port when it is stopped, and this one is about to lead.
+        await asyncio.wait([starting])
         await asyncio.gather(*(server.stop(None) for server in ports.servers), *(page.stop(0) for page in ports.pages))
 
 
