@@ -8,11 +8,13 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -34,7 +36,13 @@ OwnResult = tuple[Counts, dict[str, float]]
 log = logging.getLogger(__name__)
 
 AT_A_TIME = 4
-"""The most clients that a worker is given at a time: few, so that not many updates are in memory."""
+"""The clients that a worker is given at a time: few, so that not many updates are in memory."""
+
+SHARE_BYTES = 1 << 20
+"""A worker may be given more clients than that, if their updates have no more bytes."""
+
+SHARE_SECONDS = 0.1
+"""The most time that it may take for more clients than that, so that their progress is shown."""
 
 TOGETHER = 128
 """The most clients that a worker is given at a time, if it trains them together."""
@@ -223,24 +231,37 @@ class Processes:
         self.sizes: Sequence[int] = found[0][0]
         self.why_exact: str = found[0][1]
         self._batched = setup.batching is not None
+        self._client_seconds = float("inf")  # that a worker took for a client in the last round; not known yet
 
     def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
         for pipe in self._pipes:
             self._send(pipe, order)
         if self._batched:
             share = at_a_time(order, len(self._pipes))
-            return self._spread(turns, lambda given: share)
-        return self._spread(turns, lambda given: self._few(order.clients - given))
+            yield from self._spread(turns, lambda given: share)
+            return
+        began, most = time.perf_counter(), self._most(order)
+        yield from self._spread(turns, lambda given: self._few(order.clients - given, most))
+        if order.clients:
+            self._client_seconds = (time.perf_counter() - began) * len(self._pipes) / order.clients
 
     def evaluate_own(self, clients: Iterable[Own]) -> Iterator[OwnResult]:
         return self._spread(clients, lambda given: AT_A_TIME)
 
-    def _few(self, left: int) -> int:
+    def _most(self, order: Order) -> int:
+        """Return the most clients that a worker is given at a time.
+
+        Each message costs as much as a part of a small client's training, so there are many small clients in one.
+        """
+        small = SHARE_BYTES // max(1, order.vectors.parameters.nbytes)
+        return max(AT_A_TIME, min(small, int(SHARE_SECONDS / self._client_seconds)))
+
+    def _few(self, left: int, most: int) -> int:
         """Return the number of waiting clients that a worker is given.
 
         There are fewer at the end, so that all workers end together.
         """
-        return max(1, min(AT_A_TIME, -(-left // (2 * len(self._pipes)))))
+        return max(1, min(most, -(-left // (2 * len(self._pipes)))))
 
     def _spread(self, work: Iterable[object], share: Callable[[int], int]) -> Iterator[Any]:
         """Yield the workers' answers.
@@ -264,10 +285,10 @@ class Processes:
             give(pipe)
         while busy:
             for pipe in [pipe for pipe in wait(list(busy)) if isinstance(pipe, Connection)]:
-                outcomes = self._receive(pipe)
+                answer = self._pickled(pipe)
                 busy.remove(pipe)
-                give(pipe)  # It goes on while the caller deals with what it has done.
-                yield from outcomes
+                give(pipe)  # It goes on while its answer is unpickled, and the caller deals with that.
+                yield from ForkingPickler.loads(answer)
 
     def evaluate(self, vectors: Vectors) -> Counts:
         for pipe in self._pipes:
@@ -291,8 +312,11 @@ class Processes:
         return succeeded(self._answer(pipe))
 
     def _answer(self, pipe: Connection) -> Any:
+        return ForkingPickler.loads(self._pickled(pipe))
+
+    def _pickled(self, pipe: Connection) -> bytes:
         try:
-            return pipe.recv()
+            return pipe.recv_bytes()
         except (EOFError, OSError) as error:
             raise self._ended(pipe) from error
 
@@ -328,16 +352,21 @@ def _serve(pipe: Connection, setup: Setup, environment: Mapping[str, str]) -> No
     with suppress(EOFError, OSError):
         worker = load(setup)
         if isinstance(worker, Failure):
-            return pipe.send(worker)
-        pipe.send((worker.sizes, worker.why_exact))
+            return _reply(pipe, worker)
+        _reply(pipe, (worker.sizes, worker.why_exact))
         gc.freeze()  # A collection would go through all of torch's modules, in each round.
         while True:
             match pipe.recv():
                 case Order() as order:
                     worker.begin(order)
                 case Vectors() as vectors:
-                    pipe.send(evaluate(worker, vectors))
+                    _reply(pipe, evaluate(worker, vectors))
                 case [Own(), *_] as clients:
-                    pipe.send(evaluate_own(worker, clients))
+                    _reply(pipe, evaluate_own(worker, clients))
                 case turns:
-                    pipe.send(worker.train(turns))
+                    _reply(pipe, worker.train(turns))
+
+
+def _reply(pipe: Connection, answer: object) -> None:
+    # From this protocol on, the values of an array are copied only once.
+    pipe.send_bytes(ForkingPickler.dumps(answer, protocol=5))
