@@ -285,10 +285,10 @@ class Processes:
             give(pipe)
         while busy:
             for pipe in [pipe for pipe in wait(list(busy)) if isinstance(pipe, Connection)]:
-                answer = self._pickled(pipe)
+                outcomes = self._receive(pipe)
                 busy.remove(pipe)
-                give(pipe)  # It goes on while its answer is unpickled, and the caller deals with that.
-                yield from ForkingPickler.loads(answer)
+                give(pipe)  # It goes on while the caller deals with what it has done.
+                yield from outcomes
 
     def evaluate(self, vectors: Vectors) -> Counts:
         for pipe in self._pipes:
@@ -312,11 +312,8 @@ class Processes:
         return succeeded(self._answer(pipe))
 
     def _answer(self, pipe: Connection) -> Any:
-        return ForkingPickler.loads(self._pickled(pipe))
-
-    def _pickled(self, pipe: Connection) -> bytes:
         try:
-            return pipe.recv_bytes()
+            return pipe.recv()
         except (EOFError, OSError) as error:
             raise self._ended(pipe) from error
 
