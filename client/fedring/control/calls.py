@@ -28,7 +28,9 @@ ENDED = frozenset({"completed", "failed", "stopped"})
 """The final states of a job."""
 
 _DEFAULT_ROWS = 100
-_MAX_ROWS = 1000  # of one answer of the server
+
+MAX_ROWS = 1000
+"""The most rows of one answer of the server."""
 _START_SECONDS = 120.0  # for a call that starts a job, because the server builds the job's model to check it
 _ATTEMPTS = 3  # of a call that starts a job; its idempotency key makes a repetition harmless
 
@@ -257,7 +259,7 @@ class Control:
         Raises:
             Failure: The server has no job of this id.
         """
-        for job in self.jobs(job_id=job_id, limit=_MAX_ROWS):
+        for job in self.jobs(job_id=job_id, limit=MAX_ROWS):
             if job.job_id == job_id:
                 return job
         raise Failure(f"fl-server at {self.address} has no job {job_id}: see `flctl status`")

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fedring.control.calls import Control
+from fedring.control.calls import MAX_ROWS, Control
 from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError, explain
 from fedring.daemon.exits import Exit
@@ -102,7 +102,7 @@ def _start_model(control: Control, job: Job) -> str:
             return named
         way = "fresh, or the number of a version (flctl models list)"
         raise Failure(f"start = {job.start!r} is left to the server: a signed job names {way}", Exit.USAGE)
-    found = next((model.digest for model in control.models(limit=1000) if model.version == version), "")
+    found = next((model.digest for model in control.models(limit=MAX_ROWS) if model.version == version), "")
     if not found:
         raise Failure(f"start = {version}: the server keeps no such version (flctl models list)")
     if named and named != found:

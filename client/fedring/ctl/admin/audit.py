@@ -105,6 +105,7 @@ def _side(lines: Sequence[Line]) -> str:
 def _text(line: Line, key: str) -> str:
     """Return a fact as text, whatever was written.
 
-    Empty if it is not there."""
+    Empty if it is not there.
+    """
     value = line.facts.get(key)
     return value if isinstance(value, str) else "" if value is None else json.dumps(value)

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedring.control import figures
+from fedring.control.calls import MAX_ROWS
 from fedring.control.failure import Failure
 from fedring.ctl.fleet import Fleet
 from fedring.ctl.local.runner import run_job, running_fleet
@@ -145,7 +146,7 @@ def run_experiment(
         if fleet.web:
             print(f"watch it at {fleet.web}", file=sys.stderr)
         rounds = run_job(fleet, control, experiment.job.model_dump(mode="json"), seen)
-        model, known = directory / "model.safetensors", control.models(limit=1000)
+        model, known = directory / "model.safetensors", control.models(limit=MAX_ROWS)
         control.export_model(0, model)
         if best := next((version for version in known if version.best_of_job), None):
             control.export_model(best.version, directory / BEST)

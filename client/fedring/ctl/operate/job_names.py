@@ -3,7 +3,7 @@
 Users call one by its id, or by its own name.
 """
 
-from fedring.control.calls import ENDED, Control
+from fedring.control.calls import ENDED, MAX_ROWS, Control
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 
@@ -24,7 +24,7 @@ def find_job(control: Control, name: str, *, ended: bool = False) -> int:
     """
     if not name or (name.isascii() and name.isdecimal() and len(name) < 20):
         return int(name or 0)
-    known = [job for job in control.jobs(limit=1000) if job.name == name]
+    known = [job for job in control.jobs(limit=MAX_ROWS) if job.name == name]
     found = [job.job_id for job in known if job.state not in ENDED]
     if not found and ended:
         found = [job.job_id for job in known[:1]]

@@ -3,12 +3,11 @@
 Users call a version by them.
 """
 
-from fedring.control.calls import Control
+from fedring.control.calls import MAX_ROWS, Control
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 
 HELP = "newest; best, of the newest job that has one; or the number in `flctl models list` (0 = newest)"
-_ALL = 1000  # versions, of which a server tells no more
 
 
 def names_version(name: str) -> bool:
@@ -31,7 +30,7 @@ def find_version(control: Control, name: str) -> int:
         raise Failure(f"{name!r} names no version: give newest, best or a number", Exit.USAGE)
     if name != "best":
         return 0 if name == "newest" else int(name)
-    best = next((model.version for model in control.models(limit=_ALL) if model.best_of_job), None)
+    best = next((model.version for model in control.models(limit=MAX_ROWS) if model.best_of_job), None)
     if best is None:
         raise Failure(f"no model at {control.address} was evaluated, so none is the best: see `flctl models list`")
     return best

@@ -8,8 +8,7 @@ from fedring.server.state.ratings import versions_to_keep
 from fedring.server.state.rows import JobRow, ModelRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.blob_names import STATES
-from fedring.server.state.sql.rounds import COUNTED, PUBLISHED
-from fedring.server.state.sql.tables import commands, evaluations, jobs, models, rounds, updates
+from fedring.server.state.sql.tables import COUNTED, PUBLISHED, commands, evaluations, jobs, models, rounds, updates
 from fedring.server.state.sql.updates import abandoned_since_a_model, forget_answered, remember
 from fedring.train.jobs.start import version_of
 

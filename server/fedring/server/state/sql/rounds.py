@@ -5,17 +5,12 @@ import time
 from sqlalchemy import Connection, and_, delete, select
 
 from fedring.daemon.crash import crashpoint
-from fedring.server.state.rows import NOT_APPROVED, Acceptance, ChargeRow, ModelRow, RoundRow
+from fedring.server.state.rows import Acceptance, ChargeRow, ModelRow, RoundRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.schema import KEPT, TABLE_OF
 from fedring.server.state.sql.sealed import Row, rows_of
-from fedring.server.state.sql.tables import charges, commands, jobs, models, rounds
+from fedring.server.state.sql.tables import COUNTED, PUBLISHED, charges, commands, jobs, models, rounds
 from fedring.server.state.sql.transactions import Database
-
-COUNTED = rounds.c.ended_at.is_not(None) & (rounds.c.reason != NOT_APPROVED)
-"""Rounds that their jobs count as ended."""
-
-PUBLISHED = rounds.c.model_version > 0
 
 _OPENED = select(rounds.c.round).where(rounds.c.ended_at.is_(None))
 _FORGET_ENDED = [delete(table).where(table.c.round.not_in(_OPENED)) for table in KEPT]

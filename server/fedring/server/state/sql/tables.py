@@ -29,6 +29,7 @@ from sqlalchemy import (
 from sqlalchemy.types import TypeEngine
 
 from fedring.server.state.rows import (
+    NOT_APPROVED,
     ChargeRow,
     ClientRow,
     CommandRow,
@@ -169,3 +170,8 @@ events = define("events", EventRow, "id", digest=False)  # they only tell people
 charges = define("charges", ChargeRow, "round")
 clients = define("clients", ClientRow, "client_id")
 tokens = define("tokens", TokenRow, "token_id")
+
+COUNTED = rounds.c.ended_at.is_not(None) & (rounds.c.reason != NOT_APPROVED)
+"""Rounds that their jobs count as ended."""
+
+PUBLISHED = rounds.c.model_version > 0

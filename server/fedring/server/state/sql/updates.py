@@ -18,7 +18,7 @@ from fedring.server.state.rows import Acceptance, ClientRow, LastAccepted, Prune
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.blob_names import named_blobs
 from fedring.server.state.sql.sealed import covered, rows_of, stored_of
-from fedring.server.state.sql.tables import clients, commands, evaluations, rounds, updates
+from fedring.server.state.sql.tables import PUBLISHED, clients, commands, evaluations, rounds, updates
 from fedring.server.state.sql.transactions import Database
 
 _KEPT = select(updates.c.client_id, func.count()).group_by(updates.c.client_id)
@@ -149,7 +149,7 @@ class UpdateStore:
 def abandoned_since_a_model(job_id: int) -> Select[tuple[int]]:
     """Return the query of the rounds abandoned since a job's newest model."""
     mine = rounds.c.job_id == job_id
-    newest = select(func.coalesce(func.max(rounds.c.round), 0)).where(mine, rounds.c.model_version > 0)
+    newest = select(func.coalesce(func.max(rounds.c.round), 0)).where(mine, PUBLISHED)
     since = rounds.c.round > newest.scalar_subquery()
     return select(rounds.c.round).where(mine, since, rounds.c.ended_at.is_not(None))
 
