@@ -99,11 +99,9 @@ def evaluate_between_runs(rank: int, size: int) -> dict[str, Any]:
         worker.run(inputs.chunk(4) if 0 in mine else None, targets.chunk(4) if 3 in mine else None)
         found = worker.evaluate(torch.split(inputs, 3) if 0 in mine else None, micro_batches=8)
         outputs.append(None if found is None else [output.tolist() for output in found])
-    wrong = ranks.error_of(lambda: worker.evaluate([], micro_batches=8)) if 0 in mine else None
     return {
         "outputs": outputs,
         "weights": [[tensor.tolist() for tensor in values([stage.module])] for stage in mine.values()],
-        "wrong": wrong,
     }
 
 
@@ -121,7 +119,23 @@ def test_a_model_that_no_worker_holds_can_be_evaluated_between_runs(backend: str
     ((_, _), (inputs, _)) = batches(2, 22)
     found = torch.tensor([row for output in last["outputs"][1] for row in output], dtype=torch.float64)
     torch.testing.assert_close(found, model(inputs).detach())
-    assert "stage 0 needs the inputs of 8 micro-batches, and got 0" in first["wrong"]["text"]
+
+
+def evaluate_nothing(rank: int, size: int) -> dict[str, Any]:
+    """Evaluate no inputs where the first stage is.
+
+    The other rank does nothing: what fails here ends the group, and with it all that is still on its way there.
+    """
+    schedule = make("interleaved_1f1b", 4, 4, workers=size)
+    mine = {n: stage for n, stage in enumerate(stages_of(layers(), schedule)) if rank in schedule.owners(n)}
+    worker = Worker(mine, schedule, GroupTransport())
+    return ranks.error_of(lambda: worker.evaluate([], micro_batches=8)) if 0 in mine else {}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_evaluation_tells_that_it_has_too_few_micro_batches(backend: str, tmp_path: Path) -> None:
+    first, _ = ranks.run(evaluate_nothing, 2, tmp_path, backend=backend)
+    assert "stage 0 needs the inputs of 8 micro-batches, and got 0" in first["text"]
 
 
 def wait_for_the_socket() -> None:
