@@ -262,10 +262,11 @@ class Daemon(Process):
 
 
 def _freeze_at_random(fork: Fork) -> None:
+    chance = random.Random()  # of its own: a test that draws has the module's, and must draw the same again
     while fork.poll() is None:
         with suppress(subprocess.TimeoutExpired):
-            fork.wait(random.uniform(0, 4 * FREEZE_SECONDS))
-        fork.stand_still(random.uniform(0, FREEZE_SECONDS))
+            fork.wait(chance.uniform(0, 4 * FREEZE_SECONDS))
+        fork.stand_still(chance.uniform(0, FREEZE_SECONDS))
 
 
 class _Streams:

@@ -18,7 +18,6 @@ from tests.fault.counted_updates import SharedState
 from tests.fault.faulty_fleet import SECONDS, StartedJob, wait_for
 from tests.fault.two_servers import TwoServers, terms
 from tests.fleets import Control, until_watching
-from tests.waiting import until
 
 JOB: dict[str, Any] = {"rounds": 6, "min_clients": 2, "deadline_seconds": 240, "subset_size": 20}
 
@@ -36,19 +35,17 @@ def ended(control: Control, job_id: int) -> control_pb2.Job:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda number: number.name)
 def test_the_standby_takes_over_and_the_job_goes_on(tmp_path: Path, database: str, number: signal.Signals) -> None:
-    with TwoServers(tmp_path, database, [{}, {}]) as fleet:
+    frozen = number == signal.SIGSTOP  # it keeps its ports
+    with TwoServers(tmp_path, database, [{}, {}], apart=frozen) as fleet:
         with Control(fleet.control) as control:
             until_watching(control, 2)
             started = StartedJob(fleet, control, JOB)
             started.until("round_published")
-        term = terms(database)
         fleet.server.send(number)
-        if number == signal.SIGSTOP:
-            # A frozen process keeps its ports, which the standby would have elsewhere.
-            until(lambda: terms(database) > term)
+        fleet.until_the_standby_leads()
+        if frozen:
             fleet.server.send(signal.SIGCONT)
             assert fleet.server.wait() == Exit.TRY_AGAIN
-        fleet.until_the_standby_leads()
         with Control(fleet.control) as control:
             job = wait_for(fleet, "the end of the job", lambda: ended(control, started.job_id))
             assert (job.state, job.rounds_done) == ("completed", 6)
