@@ -36,8 +36,8 @@ def party(server: Fleet, count: int) -> Iterator[Party]:
 
 def start(control: Control, clients: Party, **keys: Any) -> tuple[int, Iterator[control_pb2.Event]]:
     """Start a job of one round for the clients, and let each of them begin it; return the job's id and its events."""
-    table = {"step_seconds": 60, **keys.pop("secure_aggregation", {})}
-    fixed = {"weights": "uniform", "deadline_seconds": 60, "min_clients": len(clients), "max_abandoned": 1}
+    table = {"step_seconds": 120, **keys.pop("secure_aggregation", {})}
+    fixed = {"weights": "uniform", "deadline_seconds": 240, "min_clients": len(clients), "max_abandoned": 1}
     fixed |= {"min_clients_to_aggregate": 2 * len(clients) // 3 + 1, "secure_aggregation": table, "start": "fresh"}
     started = run(control, **{**fixed, **keys})
     for client in clients:
