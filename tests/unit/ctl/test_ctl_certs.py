@@ -1,15 +1,21 @@
 """flctl certs: what it makes, what it refuses, and which of its files the daemons accept."""
 
+import fcntl
 import json
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
+from threading import Event
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from tests.pki import Pki
 
+from fedring.ctl.admin import certs
+from fedring.ctl.admin.authority import Authority, revoked
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.rpc.certificates import identity_of, load_authorities, load_pair, names_of
@@ -137,3 +143,37 @@ def test_a_certificate_with_a_wrong_expired_or_readable_key_is_refused(pki: Pki)
     (folder / "a.key").write_bytes((folder / "a.crt").read_bytes())
     with pytest.raises(ConfigError, match="holds no private key"):
         check_tls(pki.tls("a"))
+
+
+def test_of_two_revocations_at_the_same_moment_none_is_lost(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second"):
+        pki.issue(name)
+    sign, lock = Authority.revoke, fcntl.flock
+    began, goes_on = Event(), Event()
+
+    def signed(authority: Authority, serials: Iterable[int], since: Mapping[int, datetime]) -> bytes:
+        if not began.is_set():  # the other one begins now, and ends before this one if it does not wait for it
+            began.set()
+            assert goes_on.wait(60)
+        return sign(authority, serials, since)
+
+    def locking(fd: int, operation: int) -> None:
+        if began.is_set():
+            goes_on.set()
+        lock(fd, operation)
+
+    def other() -> None:
+        assert began.wait(60)
+        try:
+            certs.revoke(pki.folder, ["second"])
+        finally:
+            goes_on.set()
+
+    monkeypatch.setattr(Authority, "revoke", signed)
+    monkeypatch.setattr(fcntl, "flock", locking)
+    with ThreadPoolExecutor(1) as threads:
+        ended = threads.submit(other)
+        certs.revoke(pki.folder, ["first"])
+        ended.result()
+    found = {load_authorities(pki.folder / f"{name}.crt")[0].serial_number for name in ("first", "second")}
+    assert revoked(pki.folder).keys() == found

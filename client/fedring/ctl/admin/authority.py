@@ -3,9 +3,11 @@
 It signs certificates, and writes each with its key as a pair of files.
 """
 
+import fcntl
 import ipaddress
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,6 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
+from fedring.daemon.durable import make_durable, sync
 from fedring.rpc.certificates import load_authorities, load_pair
 from fedring.rpc.identity import Identity, Role, peer_name, uri_of
 
@@ -124,6 +127,26 @@ def make_authority(days: int, key: _Key | None = None) -> Authority:
     return Authority(certificate, key)
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Let no other flctl change an authority's folder meanwhile.
+
+    Raises:
+        Failure: Nothing can be written there.
+    """
+    try:
+        # Of all its files, only this one is never replaced. The folder itself could be a daemon's, which has locked it.
+        fd = os.open(folder / _ISSUED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    try:
+        with suppress(OSError):  # a file system may know no locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
 def load_authority(folder: Path) -> Authority:
     """Load the authority from ca.crt and ca.key in the folder.
 
@@ -215,12 +238,14 @@ def write_pair(folder: Path, name: str, certificate: x509.Certificate, key: _Key
     try:
         with (folder / _ISSUED).open("ab") as history:  # first, so that every certificate can be revoked
             history.write(certificate.public_bytes(Encoding.PEM))
+            make_durable(history)
         for path, (data, mode) in files.items():
             _write(path.with_name(f"{path.name}.new"), data, mode)
         for path in files:  # a daemon that reads them in between sees that they do not match, and reads them again
             path.with_name(f"{path.name}.new").replace(path)
+        sync(folder)
     except OSError as error:
-        raise Failure(f"cannot write to {folder}: {error.strerror}") from error
+        raise _unwritable(folder, error) from error
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
@@ -233,16 +258,20 @@ def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     try:
         _write(new, data, mode)
         new.replace(path)
+        sync(path.parent)
     except OSError as error:
-        raise Failure(f"cannot write to {path.parent}: {error.strerror}") from error
+        raise _unwritable(path.parent, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> Failure:
+    return Failure(f"cannot write to {folder}: {error.strerror}")
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        make_durable(file)
 
 
 def _builder(name: str, public: ec.EllipticCurvePublicKey, end: datetime) -> x509.CertificateBuilder:

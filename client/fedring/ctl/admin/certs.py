@@ -14,6 +14,7 @@ from cryptography import x509
 from fedring.control.failure import Failure
 from fedring.ctl.admin.authority import (
     CRL,
+    alone_in,
     issued,
     load_authority,
     make_authority,
@@ -58,14 +59,15 @@ def init(folder: Folder, host: Hosts = None, days: Days = 365) -> None:
     hosts: list[str] = [*_LOCAL_HOST, *(name for name in host or [] if name not in _LOCAL_HOST)]
     identities: dict[Role, list[str]] = {Role.SERVER: hosts, Role.OPERATOR: []}
     paths = [path for name in ("ca", *identities) for path in (folder / f"{name}.crt", folder / f"{name}.key")]
-    if old := [str(path) for path in paths if path.exists()]:
-        raise Failure(f"{', '.join(old)} exists already: use another folder, or `flctl certs renew {folder}`")
-    signed = {role: names_for(Identity(role, str(role)), names) for role, names in identities.items()}
-    authority = make_authority(_AUTHORITY_DAYS)
-    write_pair(folder, "ca", authority.certificate, authority.key)
-    replace_file(folder / CRL, authority.revoke([], {}))
-    for role, names in signed.items():
-        write_pair(folder, str(role), *authority.sign(Identity(role, str(role)), names, days))
+    with alone_in(folder):
+        if old := [str(path) for path in paths if path.exists()]:
+            raise Failure(f"{', '.join(old)} exists already: use another folder, or `flctl certs renew {folder}`")
+        signed = {role: names_for(Identity(role, str(role)), names) for role, names in identities.items()}
+        authority = make_authority(_AUTHORITY_DAYS)
+        write_pair(folder, "ca", authority.certificate, authority.key)
+        replace_file(folder / CRL, authority.revoke([], {}))
+        for role, names in signed.items():
+            write_pair(folder, str(role), *authority.sign(Identity(role, str(role)), names, days))
     print(f"{folder} has an authority, server.crt for {', '.join(hosts)}, and operator.crt")
 
 
@@ -85,7 +87,9 @@ def issue(
         raise Failure(f"--host is for servers: a {role} is known by its name, on whichever host it runs", Exit.USAGE)
     identity = Identity(role, name)
     names = names_for(identity, [*_LOCAL_HOST, *(host or [])] if role is Role.SERVER else [])
-    write_pair(folder, name, *load_authority(folder).sign(identity, names, days))
+    authority = load_authority(folder)
+    with alone_in(folder):
+        write_pair(folder, name, *authority.sign(identity, names, days))
     print(f"{folder / name}.crt is the certificate of {identity}")
 
 
@@ -105,20 +109,21 @@ def renew(
     stays valid.
     """
     authority = load_authority(folder)
-    due = [row for row in _rows(folder) if row["days_left"] < _RENEW_DAYS and not row["revoked"]]
-    wanted = names or [row["name"] for row in due]
-    if "ca" in wanted:
-        authority = make_authority(_AUTHORITY_DAYS, authority.key)
-        write_pair(folder, "ca", authority.certificate, authority.key, replace=True)
-    for name in wanted:
-        if name == "ca":
-            continue
-        old = _load(folder / f"{name}.crt")
-        identity = identity_of(old)
-        if identity is None:
-            raise Failure(f"{folder / name}.crt has no fedring identity: make a new one with `flctl certs issue`")
-        others = [known for known in names_of(old) if not isinstance(known, x509.UniformResourceIdentifier)]
-        write_pair(folder, name, *authority.sign(identity, others, days), replace=True)
+    with alone_in(folder):
+        due = [row for row in _rows(folder) if row["days_left"] < _RENEW_DAYS and not row["revoked"]]
+        wanted = names or [row["name"] for row in due]
+        if "ca" in wanted:
+            authority = make_authority(_AUTHORITY_DAYS, authority.key)
+            write_pair(folder, "ca", authority.certificate, authority.key, replace=True)
+        for name in wanted:
+            if name == "ca":
+                continue
+            old = _load(folder / f"{name}.crt")
+            identity = identity_of(old)
+            if identity is None:
+                raise Failure(f"{folder / name}.crt has no fedring identity: make a new one with `flctl certs issue`")
+            others = [known for known in names_of(old) if not isinstance(known, x509.UniformResourceIdentifier)]
+            write_pair(folder, name, *authority.sign(identity, others, days), replace=True)
     print(f"renewed: {', '.join(wanted)}" if wanted else f"nothing in {folder} ends within {_RENEW_DAYS} days")
 
 
@@ -137,19 +142,19 @@ def revoke(
     Copy the list to every daemon, to where its tls.crl says. Daemons load it without a restart.
     A certificate that you make for the same name afterwards is valid.
     """
-    authority, before = load_authority(folder), revoked(folder)
-    known = issued(folder)
-    serials = [_serial(text) for text in serial or []]
-    for name in names or []:
-        found = [certificate.serial_number for certificate in known if _belongs(certificate, name)]
-        if not found:
-            raise Failure(
-                f"{folder} has no certificate of {name!r} that is still valid: see `flctl certs show {folder}`"
-            )
-        serials += found
-    if not serials:
-        raise Failure("say whose certificates to revoke, or give --serial", Exit.USAGE)
-    replace_file(folder / CRL, authority.revoke(serials, before))
+    authority, serials = load_authority(folder), [_serial(text) for text in serial or []]
+    with alone_in(folder):
+        before, known = revoked(folder), issued(folder)
+        for name in names or []:
+            found = [certificate.serial_number for certificate in known if _belongs(certificate, name)]
+            if not found:
+                raise Failure(
+                    f"{folder} has no certificate of {name!r} that is still valid: see `flctl certs show {folder}`"
+                )
+            serials += found
+        if not serials:
+            raise Failure("say whose certificates to revoke, or give --serial", Exit.USAGE)
+        replace_file(folder / CRL, authority.revoke(serials, before))
     new = len({*serials} - before.keys())
     print(f"revoked {counted(new, 'certificate')}: copy {folder / CRL} to where the daemons' tls.crl says")
 
