@@ -45,7 +45,7 @@ promtool test rules deploy/prometheus/tests/alerts.yml
 |---|---|
 | `FlNoRoundCompleted` | a job runs, and has published no model for twice the longest deadline of an open round |
 | `FlUpdatesRejected` | more than 10 % of the updates within 15 minutes are refused |
-| `FlTooFewClients` | for 5 minutes, fewer clients are connected than an open round needs, or the newest one needed |
+| `FlTooFewClients` | for 5 minutes, fewer clients are connected than a job needs; without a job, than `min_clients` |
 | `FlClientLost` | for 5 minutes, fewer clients are connected than at some time within the last hour |
 | `FlStraggler` | a ring of three or more ranks waits three times as long for one rank as for the median rank |
 | `FlResidualGrows` | the residual of a compression has doubled within half an hour and keeps growing |

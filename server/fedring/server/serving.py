@@ -96,7 +96,7 @@ async def serve(
     parts.facts.lead = led_here(config, session) if session else None
     log_always(lambda: parts.rounds.newest.ids if parts.rounds.newest else {})
     metrics = parts.metrics
-    metrics.rounds.min_clients.set(config.job.min_clients)
+    metrics.rounds.expect(config.job.min_clients)
     term = term_text(session.term, parts.facts.store.run_id) if session else ""
     ports = await listen(config, parts, stack, shares(config, limit), [TellTerm(term)] if term else [])
     health, servers, pages, addresses = ports.health, ports.servers, ports.pages, ports.addresses

@@ -60,10 +60,10 @@ class RoundMetrics:
         )
         self._deadline = new.gauge("fl_server_round_deadline_seconds", text)
         text = (
-            "Clients that an open round needs to start, of several the most; without one, those of the newest round; "
-            "before it, those that the configuration says."
+            "Clients that an open round needs to start, of several the most; between the rounds of a job, those of the "
+            "newest one; without a job, those that the configuration says."
         )
-        self.min_clients = new.gauge("fl_server_round_min_clients", text)
+        self._min_clients, self._usual = new.gauge("fl_server_round_min_clients", text), 0
 
     def _declare_models(self, new: Registry) -> None:
         text = "Accepted updates whose bytes were found to be damaged: rounds ended without them."
@@ -133,7 +133,17 @@ class RoundMetrics:
         # Of several jobs, one may open a round of seconds again and again while another one trains for hours.
         if self._rules:
             self._deadline.set(max(rules.deadline for rules in self._rules.values()))
-            self.min_clients.set(max(map(rd.needed, self._rules.values())))
+            self._min_clients.set(max(map(rd.needed, self._rules.values())))
+
+    def expect(self, clients: int) -> None:
+        """Show so many clients as needed while no job runs."""
+        self._usual = clients
+        self._min_clients.set(clients)
+
+    def job_ended(self) -> None:
+        """Show the usual number again, unless rounds of other jobs are open."""
+        if not self._rules:
+            self._min_clients.set(self._usual)
 
     def evaluated(self, stats: Mapping[str, Any]) -> None:
         """Show the figures of an evaluation that has ended.

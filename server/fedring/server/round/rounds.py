@@ -223,6 +223,7 @@ class Rounds:
         """
         self._served.pop(job_id, None)
         self.published_at.pop(job_id, None)
+        self._metrics.job_ended()
         for told in self.carried(job_id):
             del self._carried[told.row.round]
             self.over.add(told.row.round)

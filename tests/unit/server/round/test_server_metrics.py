@@ -7,6 +7,7 @@ from math import isnan
 from pathlib import Path
 
 import pytest
+from tests.unit.host import running, spec
 
 import fedring.codec
 import fedring.server
@@ -186,6 +187,34 @@ def test_of_several_open_rounds_the_one_that_asks_for_most_is_shown(metrics: Met
         names = ("fl_server_round_deadline_seconds", "fl_server_round_min_clients")
         shown.append((value(metrics, names[0]), value(metrics, names[1])))
     assert shown == [(3600.0, 8), (3600.0, 8), (3600.0, 8), (3600.0, 8), (60.0, 2)]
+
+
+def test_a_job_that_has_ended_needs_no_clients_any_more(metrics: Metrics) -> None:
+    metrics.rounds.expect(2)
+    shown = [value(metrics, "fl_server_round_min_clients")]
+    large, small = (Round(number, RoundRules(min_clients=number), Phase.WAITING, 0.0) for number in (50, 3))
+    for before, after in ((None, large), (None, small), (large, None)):
+        metrics.rounds.moved(before, after, 1.0)
+        metrics.rounds.job_ended()  # another one, which is not told
+        shown.append(value(metrics, "fl_server_round_min_clients"))
+    metrics.rounds.moved(small, None, 1.0)
+    shown.append(value(metrics, "fl_server_round_min_clients"))  # its next round may be about to open
+    metrics.rounds.job_ended()
+    shown.append(value(metrics, "fl_server_round_min_clients"))
+    assert shown == [2, 50, 50, 3, 3, 2]
+
+
+async def test_what_a_job_needs_is_shown_while_it_runs(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        shown = host.parts.metrics
+        shown.rounds.expect(7)
+        job, _ = await host.jobs.start(spec(min_clients=1, rounds=1), "")
+        session = host.join("a")
+        command = await host.command(session)
+        assert value(shown, "fl_server_round_min_clients") == 1
+        assert not await host.offer(host.update(command, "a"))
+        assert await host.ended(job.job_id) == "completed"
+        assert value(shown, "fl_server_round_min_clients") == 7
 
 
 def test_a_round_that_one_client_can_start_needs_one(metrics: Metrics) -> None:
