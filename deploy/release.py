@@ -77,6 +77,12 @@ def check(version: str, changelog: str, changes: str) -> None:
         raise NoRelease(f"{version} in pyproject.toml is not final: drop what follows the third number")
     if not re.search(rf"^## {re.escape(version)}\b", changelog, re.MULTILINE):
         raise NoRelease(f"CHANGELOG.md has no heading `## {version}`: give the text under Unreleased this one")
+    unreleased = re.search(r"^## Unreleased$(.*?)^## ", changelog, re.MULTILINE | re.DOTALL)
+    if unreleased and re.search(r"^[^#\s]", unreleased[1], re.MULTILINE):
+        raise NoRelease(
+            f"CHANGELOG.md has changes under Unreleased, which {version} would bring without a word: give them the "
+            "heading of the next version, and pyproject.toml that version"
+        )
 
 
 def release(out: Path, checkout: Path) -> list[str]:

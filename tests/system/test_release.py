@@ -81,7 +81,9 @@ def test_the_sbom_is_the_same_each_time(made: Path, tool: Any) -> None:
         ("1.2.3", "## 1.2.3\n", " M README.md\n", "commit these changes first"),
         ("1.2.3.dev0", "## 1.2.3\n", "", "is not final"),
         ("1.2.3", "## 1.2.30\n", "", "no heading `## 1.2.3`"),
+        ("1.2.3", "## Unreleased\n\n### Fixed\n\n- it\n\n## 1.2.3\n", "", "1.2.3 would bring without a word"),
         ("1.2.3", "## Unreleased\n\n## 1.2.3, 2026-11-24\n", "", ""),
+        ("1.2.3", "## Unreleased\n\n### Fixed\n\n## 1.2.3\n\n- it\n", "", ""),
     ],
 )
 def test_only_a_final_version_with_notes_is_released(
