@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -18,6 +19,8 @@ from tests.control_server import ROUND, SECONDS, Server
 from fedring.control.calls import Control
 from fedring.control.failure import Failure
 from fedring.ctl.main import main
+from fedring.ctl.operate.event_display import display
+from fedring.ctl.output import Output
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import (
@@ -111,6 +114,41 @@ def test_a_failed_job_fails_the_call_and_says_why(server: Server, flctl: Call) -
 def test_waiting_for_a_job_that_has_ended_returns(server: Server, flctl: Call) -> None:
     flctl("start-round", "--key", "k")
     assert flctl("start-round", "--key", "k", "--wait")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("newest", "shown"),
+    [
+        ({"job_round": 41, "phase": "training"}, "40/50"),
+        ({"job_round": 41, "phase": "abandoned", "reason": "stopped"}, "41/50"),
+        ({"job_round": 41, "phase": "abandoned", "reason": "not_approved"}, "40/50"),  # it is opened again
+        ({}, "0/50"),
+    ],
+)
+def test_the_bar_of_a_job_under_way_begins_with_the_rounds_that_have_ended(
+    server: Server, flctl: Call, monkeypatch: pytest.MonkeyPatch, newest: dict[str, Any], shown: str
+) -> None:
+    flctl("start-round", "--key", "k")
+    server.script.jobs["k"].rounds = 50
+    server.script.rounds = [pb.Round(round=77, job_id=1, **newest)] if newest else []
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "400")
+    code, _, err = flctl("start-round", "--key", "k", "--wait")
+    assert (code, set(re.findall("[0-9]+/50", err))) == (0, {shown})
+
+
+def test_the_bar_counts_the_rounds_of_its_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "400")
+    with display(Output.TABLE, rounds=50, label="job 1", newest=pb.Round(job_round=41, phase="training")) as show:
+        show(pb.Event(kind="round_published", round=77, state=pb.Round(round=77, job_round=41, phase="published")))
+        show(pb.Event(kind="round_waits", round=78, state=pb.Round(round=78, job_round=42, phase="waiting")))
+        show(pb.Event(kind="round_abandoned", round=78, state=pb.Round(round=78, job_round=42, phase="abandoned")))
+    assert re.findall("[0-9]+/50", capsys.readouterr().err)[-1] == "42/50"
 
 
 def test_a_misspelt_key_in_a_file_is_a_configuration_error(flctl: Call, tmp_path: Path) -> None:

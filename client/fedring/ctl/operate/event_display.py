@@ -18,10 +18,10 @@ from fedring.daemon.wording import counted
 from fedring.v1 import control_pb2 as pb
 
 Show = Callable[[pb.Event], None]
-_ENDS_OF_ROUNDS = ("round_published", "round_abandoned")
+_OVER = ("published", "abandoned")
 
 
-def display(output: Output, *, rounds: int, label: str) -> AbstractContextManager[Show]:
+def display(output: Output, *, rounds: int, label: str, newest: pb.Round | None = None) -> AbstractContextManager[Show]:
     """Return the display of a verb whose output is the job itself.
 
     JSON lines on stdout if `output` asks for them, a bar on stderr if that is a terminal, else plain lines on stdout.
@@ -30,13 +30,14 @@ def display(output: Output, *, rounds: int, label: str) -> AbstractContextManage
         output: How the verb prints.
         rounds: Rounds of the job.
         label: Title of the bar.
+        newest: The newest round of a job that has begun before; None = it has none yet.
 
     Returns:
         A context manager; its value is called with each event.
     """
     if output is Output.JSON:
         return _lines(json_line, sys.stdout)
-    return _bar(rounds, label) if sys.stderr.isatty() else _lines(plain_line, sys.stdout)
+    return _bar(rounds, label, newest) if sys.stderr.isatty() else _lines(plain_line, sys.stdout)
 
 
 def progress_on_stderr(*, rounds: int, label: str) -> AbstractContextManager[Show]:
@@ -68,7 +69,7 @@ def _round_line(event: pb.Event) -> str:
 
 
 @contextmanager
-def _bar(rounds: int, label: str) -> Iterator[Show]:
+def _bar(rounds: int, label: str, newest: pb.Round | None = None) -> Iterator[Show]:
     """Show a progress bar on stderr, with accuracy and bytes per client."""
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -80,22 +81,27 @@ def _bar(rounds: int, label: str) -> Iterator[Show]:
         TextColumn("left"),
     )
     with Progress(*columns, console=stderr_console()) as progress:
-        task = progress.add_task(visible(label), total=rounds, summary="waiting for clients")
-        ended: set[int] = set()
+        ended = _ended(newest) if newest else 0
+        task = progress.add_task(visible(label), total=rounds, completed=ended, summary="waiting for clients")
         told: set[str] = set()
 
         def show(event: pb.Event) -> None:
-            if event.kind in _ENDS_OF_ROUNDS:
-                ended.add(event.round)
             # The bar has no room for a sentence. Evaluations that fail in each round are told once for each client.
             if event.kind == "evaluation_failed" and event.client_id not in told:
                 told.add(event.client_id)
                 progress.console.print(event.text, markup=False, highlight=False, soft_wrap=True)
             if event.HasField("state"):
                 summary = visible(event.text) if event.kind == "round_waits" else _summary(event.state)
-                progress.update(task, completed=len(ended), summary=summary)
+                progress.update(task, completed=_ended(event.state), summary=summary)
 
         yield show
+
+
+def _ended(newest: pb.Round) -> int:
+    """Return the number of ended rounds, by a job's newest one."""
+    # One that sites had not approved is opened again, with the same number.
+    over = newest.phase in _OVER and newest.reason != "not_approved"
+    return newest.job_round if over else max(0, newest.job_round - 1)
 
 
 def _summary(state: pb.Round) -> str:

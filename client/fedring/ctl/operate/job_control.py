@@ -221,9 +221,11 @@ def _follow(control: Control, reply: pb.StartReply, events: Events, output: Outp
     job = control.job(job_id)
     # A job that an earlier call has started with the same key may have ended before the events began.
     followed = control.follow_job(job_id, None if reply.already else events)
+    begun = control.rounds(job_id=job_id, limit=1) if reply.already else []
     failed: list[str] = []  # evaluations
     try:
-        with display(output, rounds=job.rounds, label=f"job {job_id} {job.name}".strip()) as show:
+        label = f"job {job_id} {job.name}".strip()
+        with display(output, rounds=job.rounds, label=label, newest=next(iter(begun), None)) as show:
             for event in followed:
                 show(event)
                 failed += [event.text] if event.kind == "evaluation_failed" else []
