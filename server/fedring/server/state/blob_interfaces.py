@@ -125,7 +125,7 @@ class Blobs(Protocol):
         ...
 
     def abort(self, partial: Partial) -> None:
-        """Close a partial, and remove it with its bytes."""
+        """Close a partial, and remove it with its bytes, as `delete` does."""
         ...
 
     def reader(self, digest: str) -> BlobReader:
@@ -152,7 +152,8 @@ class Blobs(Protocol):
     def delete(self, digest: str) -> None:
         """Remove a blob if it is there.
 
-        Readers that are open can still read it.
+        Readers that are open can still read it. If the disk refuses that, a line in the log says so, and the next start
+        puts it aside.
         """
         ...
 

@@ -5,11 +5,13 @@ soon as `seal_many` has returned, and never before. `sweep` moves a blob that no
 """
 
 import errno
+import logging
 import os
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -18,6 +20,8 @@ from fedring.daemon.crash import crashpoint
 from fedring.server.state.blob_interfaces import DiskSpace, Partial, by_range
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.files import BLOBS, PARTIAL, UNNAMED
+
+log = logging.getLogger(__name__)
 
 FSYNC_THREADS = 16  # concurrent fsyncs share the commits of the file system's journal
 _REREAD_BYTES = 1 << 20
@@ -206,7 +210,7 @@ class FileBlobs:
 
     def abort(self, partial: Partial) -> None:
         file = _own(partial)
-        file.path.unlink(missing_ok=True)
+        _remove(file.path)
         file.close()
 
     def reader(self, digest: str) -> FileReader:
@@ -221,7 +225,7 @@ class FileBlobs:
         return self._path(digest).exists()
 
     def delete(self, digest: str) -> None:
-        self._path(digest).unlink(missing_ok=True)
+        _remove(self._path(digest))
 
     def partials(self) -> list[str]:
         return sorted(path.name for path in self._partial.iterdir())
@@ -229,19 +233,22 @@ class FileBlobs:
     def drop_partials(self, prefix: str) -> None:
         for name in self.partials():
             if name.startswith(prefix):
-                (self._partial / name).unlink(missing_ok=True)
+                _remove(self._partial / name)
 
     def sweep(self, keep: Collection[str], keep_partials: Collection[str] = ()) -> int:
         kept_partials = set(keep_partials) | self._open
         blobs = [self._blobs / name for name in self.unnamed(keep)]
         partials = [path for path in self._partial.iterdir() if path.name not in kept_partials]
-        if blobs:
-            self._unnamed.mkdir(mode=0o700, exist_ok=True)
-        for path in blobs:
-            os.utime(path)  # its time is that of the sweep
-            path.replace(self._unnamed / path.name)
+        try:
+            if blobs:
+                self._unnamed.mkdir(mode=0o700, exist_ok=True)
+            for path in blobs:
+                os.utime(path)  # its time is that of the sweep
+                path.replace(self._unnamed / path.name)
+        except OSError as error:
+            raise storage_error(error) from error
         for path in partials:  # no client was told that the server has them
-            path.unlink(missing_ok=True)
+            _remove(path)
         return len(blobs) + len(partials)
 
     def unnamed(self, keep: Collection[str]) -> list[str]:
@@ -251,8 +258,9 @@ class FileBlobs:
     def forget_unnamed(self, seconds: float) -> None:
         limit = time.time() - seconds
         for path in self._unnamed.iterdir() if self._unnamed.exists() else ():
-            if path.stat().st_mtime <= limit:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # people look at what was put aside, and may take it, or add folders
+                if path.is_file() and path.stat().st_mtime <= limit:
+                    _remove(path)
 
     def probe(self, size: int) -> None:
         path = self._partial / "probe"
@@ -286,6 +294,17 @@ class FileBlobs:
         if not is_name(digest):
             raise ValueError(f"{digest!r} is not a digest")
         return self._blobs / digest
+
+
+def _remove(path: Path) -> None:
+    """Remove a file that nothing names any more.
+
+    Nothing depends on that, so one that cannot be removed now is left to the sweep of the next start.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s was not removed: %s", path, error.strerror)
 
 
 def _own(partial: Partial) -> FilePartial:

@@ -1,6 +1,7 @@
 """Rounds with a real store and real blobs: events that happen at the same time do no harm."""
 
 import asyncio
+import errno
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -20,6 +21,8 @@ from fedring.server.round.events import Abandon, Joined, Phase
 from fedring.server.round.open_round import OpenRound
 from fedring.server.service import upload_calls
 from fedring.server.sessions.sessions import Session
+from fedring.server.state.blobs import FilePartial
+from fedring.server.state.failures import StorageFailed
 from fedring.server.state.rows import LastAccepted
 from fedring.server.state.sql.store import Store
 from fedring.server.update.admission import check_payload
@@ -40,6 +43,29 @@ async def test_a_round_goes_from_the_command_to_the_model(host: Host) -> None:
     assert await host.ended(job.job_id) == "completed"
     assert host.rounds.latest is not None
     assert host.rounds.latest.round == command.round
+
+
+async def test_a_model_waits_for_a_disk_that_refuses_even_to_remove_what_was_begun(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that the system has made read-only after an error."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def refuse_to_write(*_: object) -> None:
+        raise StorageFailed("disk_error", "Read-only file system")
+
+    session = host.join("a")
+    job, _ = await host.jobs.start(spec(), "")
+    update = host.update(await host.command(session), "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(FilePartial, "write", refuse_to_write)
+        patch.setattr(Path, "unlink", refuse)
+        assert not await host.offer(update)
+        await host.facts.storage.fails.wait()
+    host.facts.storage.mend()
+    assert await host.ended(job.job_id) == "completed"
 
 
 async def test_small_updates_wait_for_each_other_and_share_a_commit(

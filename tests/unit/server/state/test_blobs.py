@@ -14,7 +14,7 @@ from fedring.codec.digest import name_of
 from fedring.daemon.lock import StateInUse, StateLock
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.blobs import FileBlobs, MemoryPartial
-from fedring.server.state.failures import FsyncFailed, StorageError
+from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.shared.object_blobs import ObjectBlobs, open_objects
 
 
@@ -223,6 +223,53 @@ def test_after_a_failed_fsync_nothing_is_sealed(files: FileBlobs, monkeypatch: p
             files.seal_many(partials)
     assert files.partials() == ["a", "b"]
     assert files.sweep(()) == 2
+
+
+def test_what_a_disk_does_not_remove_is_left_to_the_next_start(
+    files: FileBlobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    digest, old = sealed(files, b"old"), sealed(files, b"older")
+    assert files.sweep([digest]) == 1
+    begun, dropped = files.open_partial("begun"), files.open_partial("7-a")
+    dropped.close()
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        files.delete(digest)
+        files.abort(begun)
+        files.drop_partials("7-")
+        files.forget_unnamed(-1.0)
+    assert caplog.text.count("was not removed: Read-only file system") == 4
+    files.open_partial("begun", fresh=True).close()  # it is not open any more
+    assert files.sweep(()) == 3
+    files.forget_unnamed(-1.0)
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} & {digest, old, "begun", "7-a"} == set()
+
+
+def test_a_sweep_that_the_disk_refuses_is_told_as_its_failure(
+    files: FileBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = sealed(files, b"orphan")
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    with pytest.raises(StorageFailed) as caught:
+        files.sweep(())
+    assert (caught.value.reason, files.has(digest)) == ("disk_error", True)
+
+
+def test_what_people_do_with_files_that_were_put_aside_does_no_harm(files: FileBlobs, tmp_path: Path) -> None:
+    digest = sealed(files, b"orphan")
+    files.sweep(())
+    (tmp_path / "unnamed" / "looked at").mkdir()
+    files.forget_unnamed(-1.0)
+    assert [path.name for path in (tmp_path / "unnamed").iterdir()] == ["looked at"]
+    assert not files.has(digest)
 
 
 def test_a_state_directory_has_one_owner(tmp_path: Path) -> None:
