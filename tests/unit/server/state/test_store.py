@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection, Select
 from tests.store_implementations import IMPLEMENTATIONS, Implementation
 from tests.unit.rows import a_job, a_model, a_round, an_update
 
@@ -24,6 +25,7 @@ from fedring.server.state.rows import (
     RoundRow,
     TokenRow,
 )
+from fedring.server.state.sql import sealed
 from fedring.server.state.sql.store import Store
 
 
@@ -242,6 +244,36 @@ class TestStore:
         store.jobs.set_state(stateful.job_id, "completed")
         store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
         assert store.updates.uncounted(stateful.job_id) == []
+
+    def test_only_jobs_with_updates_of_abandoned_rounds_are_read_to_prune(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        jobs, read, rows_of = [a_job(store) for _ in range(3)], list[str](), sealed.rows_of
+
+        def noting(connection: Connection, query: Select[Any], kind: type[Any], *others: Any) -> list[Any]:
+            found = rows_of(connection, query, kind, *others)
+            read.extend(row.name for row in found if isinstance(row, JobRow))
+            return found
+
+        def end(job: JobRow, version: int) -> None:
+            row = store.rounds.create(RoundRow(0, job.job_id, 1, "training", 0.0))
+            store.updates.accept([an_update(row.round, "a")])
+            ended = replace(row, ended_at=1.0, model_version=version)
+            if version:
+                store.models.publish(a_model(version, number=row.round), ended)
+            else:
+                store.rounds.replace(ended)
+
+        for job in jobs:
+            store.jobs.set_state(job.job_id, "running")
+            end(job, job.job_id)
+        monkeypatch.setattr(sealed, "rows_of", noting)
+        store.prune(keep_models=9, keep_update_rounds=1, keep_rounds=99)
+        assert read == []
+        end(jobs[1], 0)
+        read.clear()
+        store.prune(keep_models=9, keep_update_rounds=1, keep_rounds=99)
+        assert read == [jobs[1].name]
 
     def test_the_model_that_an_open_round_starts_from_is_kept(self, store: Store) -> None:
         for version in (1, 2, 3):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, or_, select
 
 from fedring.server.state.ratings import versions_to_keep
 from fedring.server.state.rows import JobRow, ModelRow
@@ -12,6 +12,12 @@ from fedring.server.state.sql.tables import COUNTED, PUBLISHED, commands, evalua
 from fedring.server.state.sql.updates import abandoned_since_a_model, forget_answered, remember
 from fedring.train.jobs.start import version_of
 
+# To write such a query down takes longer than to answer it, and it is asked for each job once a second.
+_LAST_ROUND = [
+    select(rounds.c.round).where(rounds.c.job_id == bindparam("job"), which).order_by(rounds.c.round.desc()).limit(1)
+    for which in (COUNTED, PUBLISHED)
+]
+
 
 def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, keep_rounds: int) -> int:
     """Remove old updates and rounds, and return the rows' number.
@@ -19,8 +25,7 @@ def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, k
     The newest ended rounds keep their updates.
     """
     ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
-    rows = sealed.rows_of(connection, select(jobs).where(jobs.c.state == "running"), JobRow)
-    running = [row.job_id for row in rows]
+    running = connection.execute(select(jobs.c.job_id).where(jobs.c.state == "running")).scalars().all()
     # Of each job that runs, since a client may ask what became of its update.
     keep_update_rounds *= max(1, len(running))
     kept_rounds = ended.order_by(rounds.c.round.desc()).limit(keep_update_rounds)
@@ -28,7 +33,11 @@ def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, k
     old: ColumnElement[bool] = updates.c.buffer.in_(
         ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery()))
     )
-    # Transforms may ask for these when they make the job's next model.
+    # Transforms may ask for these when they make the job's next model. Only jobs with such rounds are read in full.
+    given_up = select(rounds.c.job_id).where(held, rounds.c.ended_at.is_not(None), rounds.c.model_version == 0)
+    rows = sealed.rows_of(
+        connection, select(jobs).where(jobs.c.job_id.in_(running), jobs.c.job_id.in_(given_up)), JobRow
+    )
     asked = [abandoned_since_a_model(row.job_id) for row in rows if row.spec.get("transforms")]
     old = and_(old, *(updates.c.buffer.not_in(each) for each in asked))
     remember(connection, old)
@@ -50,9 +59,8 @@ def _last_rounds(connection: Connection, running: Sequence[int]) -> set[int]:
     """
     found: set[int] = set()
     for job_id in running:
-        for which in (COUNTED, PUBLISHED):
-            query = select(rounds.c.round).where(rounds.c.job_id == job_id, which).order_by(rounds.c.round.desc())
-            found.update(connection.execute(query.limit(1)).scalars())
+        for query in _LAST_ROUND:
+            found.update(connection.execute(query, {"job": job_id}).scalars())
     return found
 
 
