@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fedring.codec import decode, encode
 from fedring.codec.encoding import Encoding
+from fedring.codec.errors import CodecError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,15 +41,19 @@ def delta_step(
         The delta's payload; the next model, which is `apply_delta` of it; and the new residual.
 
     Raises:
-        CodecError: if the delta cannot be encoded.
+        CodecError: "non_finite", if the delta, the model or the residual does not fit into float32.
     """
     wanted = target.astype(np.float64)
     if residual is not None:
         wanted += residual
-    payload = encode((wanted - base).astype(np.float32), encoding)
-    model = apply_delta(base, decode(payload, name=encoding.name, length=len(base)))
-    wanted -= model
-    return DeltaStep(payload, model, wanted.astype(np.float32))
+    with np.errstate(over="ignore"):
+        payload = encode((wanted - base).astype(np.float32), encoding)
+        model = apply_delta(base, decode(payload, name=encoding.name, length=len(base)))
+        wanted -= model
+        left_out = wanted.astype(np.float32)
+    if not np.isfinite(model).all() or not np.isfinite(left_out).all():
+        raise CodecError("non_finite", "a parameter of the next model, by its encoded delta, does not fit into float32")
+    return DeltaStep(payload, model, left_out)
 
 
 def apply_delta(base: NDArray[np.float32], delta: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from fedring.codec import TILE, Encoding, Entry, Schema, Vectors, decode, encode, encode_buffers
+from fedring.codec.encoding import NAMES
 from fedring.codec.errors import CodecError
 from fedring.server.aggregation.aggregate import AggregationPlan, NewModel, aggregate, store_model
 from fedring.server.aggregation.combining import Combination, Walk
@@ -207,6 +208,15 @@ def test_what_a_delta_leaves_out_is_sent_with_the_next() -> None:
     assert model.tolist() == [1.0, 2.0, 3.0, 4.0]
     assert residual is not None
     assert not residual.any()
+
+
+@pytest.mark.parametrize("encoding", sorted({*NAMES} - {"fp16"}))  # which sends less of it
+def test_a_delta_makes_no_model_with_values_beyond_float32(encoding: str) -> None:
+    """Each of the three fits, but what the encoding had left out before takes the next model beyond."""
+    base, target, residual = (np.array([value, 0, 0, 0], np.float32) for value in (2e38, 3.4e38, 1.3e38))
+    with pytest.raises(CodecError, match="does not fit into float32") as caught:
+        delta_step(base, target, residual, Encoding(encoding))
+    assert caught.value.reason == "non_finite"
 
 
 @dataclass(frozen=True)
