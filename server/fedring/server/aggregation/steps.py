@@ -12,14 +12,13 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.codec.digest import is_called
 from fedring.codec.errors import CodecError
 from fedring.server.aggregation.combining import Combination, Finish, Walk
 from fedring.server.aggregation.contributions import Contribution
 from fedring.server.aggregation.modelfile import LoadedModel
 from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.state.blob_interfaces import Blobs
-from fedring.server.state.checked import CheckedReader, Room, changed, read_checked, unreadable
+from fedring.server.state.checked import CheckedReader, Room, read_checked, unreadable
 from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import ChargeRow, ModelRow, PacketSpec, UpdateRow
 
@@ -105,17 +104,17 @@ class BaseFiles:
         except StorageError as error:
             raise self.damage_of(error) from error
 
-    def payload(self, row: UpdateRow) -> bytes:
-        """Return the payload of an update.
+    def payload(self, row: UpdateRow) -> CheckedReader:
+        """Return a reader of an update's payload, by range.
 
-        Raises:
-            StorageError: if it cannot be read, or is damaged.
+        It must be checked when everything has been read.
         """
+        return CheckedReader(self._reader_of(row), row.total_bytes, row.digest, self.room)
+
+    def _reader_of(self, row: UpdateRow) -> Callable[[int, int], bytes]:
         if row.blob:
-            return read_checked(self._blobs, row.blob)
-        if not is_called(row.payload, row.digest):
-            raise changed(row.digest)
-        return row.payload
+            return self._blobs.range_reader(row.blob)
+        return lambda offset, size: row.payload[offset : offset + size]
 
     def damage_of(self, error: CodecError | StorageError) -> StorageError:
         """Return the base's error for an error of a file."""

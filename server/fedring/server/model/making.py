@@ -3,7 +3,7 @@
 The next one is made from the updates of a round.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -142,14 +142,15 @@ class ModelMaker:
         """Return the steps of the job's transforms for a closed round.
 
         Raises:
-            RuleError: if the rule cannot combine so few updates.
+            RuleError: if the rule cannot combine so few updates, or the memory does not suffice.
             SeamError: if the job's strategy or transforms cannot be made.
             StorageFailed: if a secret of the round cannot be kept.
         """
         job, rule = closed.job, self.strategy(closed.job).rule
         if shortage := job.aggregation.too_few(closed.count):
             raise RuleError("too_few_clients", shortage)
-        return transforms_of(job).close(closed, rule)
+        with _memory_for(closed):
+            return transforms_of(job).close(closed, rule)
 
     def next(self, base: ModelRow, prepared: RoundSteps, version: int) -> ModelRow:
         """Make the model that a round publishes.
@@ -174,7 +175,7 @@ class ModelMaker:
         closed = prepared.closed
         job, command, updates = closed.job, closed.command, closed.updates
         with ExitStack() as stack:
-            stack.enter_context(_memory_for(len(updates), base, job))
+            stack.enter_context(_memory_for(closed, f" of {base.parameters:,} parameters"))
             own = self._own_update(base, job, command.job_round, command.seed) if job.aggregation.data else None
             files = BaseFiles(self._blobs, self._versions, base, stack)
             for step in prepared.steps:
@@ -191,7 +192,7 @@ class ModelMaker:
                 if row.client_id in closed.in_memory:  # it was checked when it came, and was on no disk since
                     payloads.append(reader_of(row.payload))
                     continue
-                sent = CheckedReader(self._payload(row), row.total_bytes, row.digest, files.room)
+                sent = files.payload(row)
                 checked.append((row, sent))
                 payloads.append(sent.read)
 
@@ -288,22 +289,17 @@ class ModelMaker:
         allowed = self._config.init_path
         return find_file(allowed, path) if path else allowed if allowed and allowed.is_file() else None
 
-    def _payload(self, row: UpdateRow) -> Callable[[int, int], bytes]:
-        if row.blob:
-            return self._blobs.range_reader(row.blob)
-        return lambda offset, size: row.payload[offset : offset + size]
-
 
 @contextmanager
-def _memory_for(updates: int, base: ModelRow, job: Job) -> Iterator[None]:
+def _memory_for(closed: ClosedRound, size: str = "") -> Iterator[None]:
     """Turn a lack of memory into the error of a round."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        size = f"{updates} updates of {base.parameters:,} parameters"
-        text = f"the server has too little memory to combine {size} with the rule {job.aggregation.rule}"
+        rule, updates = closed.job.aggregation.rule, f"{len(closed.updates)} updates{size}"
+        text = f"the server has too little memory to combine {updates} with the rule {rule}"
         raise RuleError("out_of_memory", text) from error
 
 

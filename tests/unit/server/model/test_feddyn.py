@@ -1,6 +1,6 @@
 """FedDyn on the server: its formulas over several rounds, whom its state belongs to, and which jobs it goes with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from fedring.server.model.making import ModelMaker
 from fedring.server.model.transforms.named import feddyn
 from fedring.server.model.transforms.states import read_states
 from fedring.server.operator.job_checks import JobChecks
+from fedring.server.round.private_rounds import RoundPast
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.checked import CheckedReader, read_checked
 from fedring.server.state.failures import DamagedModel
@@ -279,16 +280,17 @@ def test_updates_of_abandoned_rounds_may_come_in_any_order(server: Server) -> No
     assert len({server.next(job, base, deltas, past=FixedPast(updates=order)).digest for order in orders}) == 1
 
 
+@pytest.mark.parametrize(("where", "name"), [(feddyn.NextH, "begin"), (RoundPast, "uncounted")])
 async def test_a_state_for_which_the_memory_does_not_suffice_ends_its_round_and_not_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: type, name: str
 ) -> None:
-    def needs_memory(self: feddyn.NextH, before: object, length: int) -> None:
+    def needs_memory(*_: object) -> None:
         raise MemoryError
 
     async with running(tmp_path) as host:
         session = host.join("a")
         with monkeypatch.context() as patched:
-            patched.setattr(feddyn.NextH, "begin", needs_memory)
+            patched.setattr(where, name, needs_memory)
             row, _ = await host.jobs.start(spec(size=8, min_clients=1, rounds=1, max_abandoned=1), "")
             await host.push(session, await host.command(session), drawn(1, 0, 8)[0].astype(np.float32))
             assert await host.ended(row.job_id) == "failed"
@@ -319,16 +321,50 @@ def test_weights_of_an_abandoned_round_count_as_their_difference_from_the_base(
     assert opened == [base.blob] * 2  # once for all of them, and once for the new model
 
 
+@pytest.mark.parametrize("place", [0, -1])
 def test_a_damaged_update_of_an_abandoned_round_is_left_out_with_a_line(
-    server: Server, caplog: pytest.LogCaptureFixture
+    server: Server, caplog: pytest.LogCaptureFixture, place: int
 ) -> None:
     job, deltas = spec(), drawn(4, 9)
     base = server.next(job, server.maker.first(job, 1), deltas)
-    whole = update_of("client-0", deltas[0])
-    damaged = replace(whole, payload=whole.payload[:-1] + bytes([whole.payload[-1] ^ 1]))
+    whole, sound = update_of("client-1", deltas[0]), update_of("client-0", deltas[1])
+    broken = bytearray(whole.payload)
+    broken[place] ^= 1
+    damaged = replace(whole, payload=bytes(broken))
     made = server.next(job, base, deltas, past=FixedPast(updates=[damaged]))
     assert made.digest == server.next(job, base, deltas).digest
-    assert "h of feddyn lacks an update of client-0 in an abandoned round" in caplog.text
+    assert "h of feddyn lacks an update of client-1 in an abandoned round" in caplog.text
+    others = [server.next(job, base, deltas, past=FixedPast(updates=rows)) for rows in ([sound, damaged], [sound])]
+    assert others[0].digest == others[1].digest != made.digest
+
+
+def test_updates_of_abandoned_rounds_are_read_piece_by_piece(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, deltas = spec(), drawn(4, 9)
+    base = server.maker.first(job, 1)
+    small = update_of("client-0", deltas[0])
+    partial = server.blobs.open_partial("upload")
+    partial.write(small.payload)
+    server.blobs.seal_many([partial])
+    large = replace(small, blob=small.digest, payload=b"")
+    sizes, range_reader = list[int](), FileBlobs.range_reader
+
+    def noting(blobs: FileBlobs, digest: str) -> Callable[[int, int], bytes]:
+        read = range_reader(blobs, digest)
+
+        def noted(offset: int, size: int) -> bytes:
+            sizes.append(size)
+            return read(offset, size)
+
+        return noted
+
+    monkeypatch.setattr(FileBlobs, "range_reader", noting)
+    made = server.next(job, base, deltas, past=FixedPast(updates=[large]))
+    assert sum(sizes) == large.total_bytes  # once
+    assert max(sizes) < large.total_bytes / 2
+    assert made.digest == server.next(job, base, deltas, past=FixedPast(updates=[small])).digest
+    (server.root / "blobs" / large.blob).unlink()
+    lacking = server.next(job, base, deltas, past=FixedPast(updates=[large]))
+    assert lacking.digest == server.next(job, base, deltas).digest
 
 
 def test_a_simulation_knows_what_abandoned_rounds_have_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
-from fedring.server.aggregation.contributions import Contribution, open_vectors, reader_of
+from fedring.server.aggregation.contributions import Contribution, open_vectors, values_at_a_time
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.aggregation.rule import Rule
 from fedring.server.aggregation.steps import BaseFiles
+from fedring.server.aggregation.walk import cut
 from fedring.server.model.transforms.transform import Algorithm, ClosedRound, Skeleton, StatefulStep, States
-from fedring.server.state.failures import DamagedBlob
+from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.train.bounds import MAX_COUNT, Positive
 from fedring.train.jobs.aggregation_table import MEAN
@@ -108,18 +109,15 @@ class NextH(StatefulStep):
 
     def read(self, base: ModelRow, files: BaseFiles) -> None:
         """See Step.read."""
-        values, length = np.empty(0, np.float32), base.parameters
-        for row in self._uncounted:
-            try:
-                sent = Contribution(row.client_id, 1.0, row.packets, reader_of(files.payload(row)))
-                (vector,) = open_vectors([sent], "parameters", length)
-                if vector.kind == "weights" and not values.size:  # a delta needs no base
-                    values = ModelReader(files.open(base.blob)).parameters(0, length)
-                delta = vector.delta(values, 0, length)
-            except (DamagedBlob, CodecError) as error:
-                log.warning("h of feddyn lacks an update of %s in an abandoned round: %s", row.client_id, error)
-            else:
-                self._moved = delta if self._moved is None else np.add(self._moved, delta, out=self._moved)
+        rows, length, values = list(self._uncounted), base.parameters, np.empty(0, np.float32)
+        if any(packet.kind == "weights" for row in rows for packet in row.packets):  # a delta needs no base
+            values = ModelReader(files.open(base.blob)).parameters(0, length)
+        while rows:
+            moved = np.zeros(length)
+            if (damaged := next((row for row in rows if not _is_added(row, values, files, moved)), None)) is None:
+                self._moved = moved
+                return
+            rows.remove(damaged)  # which shows only at its end: the others are added up anew
 
     def begin(self, before: States, length: int) -> None:
         """See StatefulStep.begin."""
@@ -139,3 +137,19 @@ class NextH(StatefulStep):
     def state(self) -> States:
         """See StatefulStep.state."""
         return {"h": self._h}
+
+
+def _is_added(row: UpdateRow, base: NDArray[np.float32], files: BaseFiles, moved: NDArray[np.float64]) -> bool:
+    """Add an update's delta to `moved`, and return whether it was sound."""
+    sent, length = files.payload(row), len(moved)
+    try:
+        (vector,) = open_vectors([Contribution(row.client_id, 1.0, row.packets, sent.read)], "parameters", length)
+        for start, stop in cut(0, length, values_at_a_time(vector.decoders)):
+            moved[start:stop] += vector.delta(base[start:stop], start, stop)
+        sent.check()
+    except StorageFailed:
+        raise
+    except (StorageError, CodecError) as error:
+        log.warning("h of feddyn lacks an update of %s in an abandoned round: %s", row.client_id, error)
+        return False
+    return True
