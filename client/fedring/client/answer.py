@@ -14,7 +14,7 @@ from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.kept import Section
-from fedring.client.transfer.own_values import PERSONAL, PRIVATE, check_finite, check_own, line_of, section_of
+from fedring.client.transfer.own_values import PERSONAL, PRIVATE, check_finite, line_of, own_tensors, section_of
 from fedring.client.transfer.residual import RESIDUAL, Residual, residual_in
 from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import TrainingReport
@@ -114,9 +114,9 @@ class Answers:
             check_finite(private)
             stay[PRIVATE] = section_of(self._line, parts.private, private)
         if own is not None:
-            check_own(own, parts.not_frozen)
-            check_finite(own)
-            stay[PERSONAL] = section_of(self._line, parts.not_frozen, own)
+            personal = own_tensors(own, parts.not_frozen)
+            check_finite(personal)
+            stay[PERSONAL] = section_of(self._line, parts.not_frozen, personal)
         answer = self._now(started).trained(read_vectors(model, parts.shared.names), training)
         check_size(command, sum(map(len, answer.update.parts)))
         return replace(answer, kept={**answer.kept, **stay})

@@ -165,7 +165,7 @@ class Task:
         return self._corrections
 
     def load_own(self) -> Mapping[str, Tensor] | None:
-        """Return the tensors of this client's own model.
+        """Return copies of the tensors of this client's own model.
 
         They are those after its newest accepted update; None if there are none.
 
@@ -173,7 +173,8 @@ class Task:
             WrongModel: If nothing was loaded for this round.
         """
         line, schema = line_of(self.command), self.started.loaded.parts.not_frozen
-        return values_in(self._spool.kept.load(line.key), PERSONAL, line, schema)
+        own = values_in(self._spool.kept.load(line.key), PERSONAL, line, schema)
+        return None if own is None else {name: tensor.clone() for name, tensor in own.items()}
 
     def progress(self, share: float) -> None:
         """Report the finished share of the training, 0 to 1.

@@ -284,3 +284,46 @@ def test_what_a_trainer_freezes_is_free_again_after_it(model: Personal) -> None:
 
     run_trainer(trainer, model, TensorDataset(torch.zeros(1)), Plan(), device=torch.device("cpu"))
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["bn.weight"]
+
+
+def layouts(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the same tensors in forms that a script may have them in."""
+    flat, at, views = torch.cat([each.reshape(-1) for each in tensors.values()]), 0, {}
+    for name, each in tensors.items():
+        views[name], at = flat[at : at + each.numel()].view(each.shape), at + each.numel()
+    return {
+        "as they are": tensors,
+        "with another name for one": {**tensors, "again": tensors["body.weight"]},
+        "transposed in memory": {name: each.t().contiguous().t() for name, each in tensors.items()},
+        "of one memory": views,
+    }
+
+
+@pytest.mark.parametrize("form", ["as they are", "with another name for one", "transposed in memory", "of one memory"])
+def test_a_script_s_own_model_comes_back_as_it_was_accepted_whatever_it_trains_later(
+    server: "ScriptedServer", settings: dict[str, Any], form: str
+) -> None:
+    torch.manual_seed(0)
+    model, own = nn.Sequential(), nn.Sequential()
+    model.add_module("body", nn.Linear(6, 5))
+    own.add_module("body", nn.Linear(6, 5))
+    given = layouts(dict(own.state_dict()))[form]
+    job = pb.JobSpec(mode="federated", rounds=9, shared=["*"], personal="{}")
+    with connect(**settings) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=1, job=job))
+        task = next(federation)
+        task.load_into(model)
+        assert task.load_own() is None
+        task.submit(model, samples=1, own=given)
+        accepted = {name: each.clone() for name, each in own.state_dict().items()}
+        for round_ in (2, 3):  # none of which is accepted
+            server.train(server.command(model, round_=round_, job=job))
+            task = next(federation)
+            task.load_into(model)
+            found = task.load_own()
+            assert found is not None
+            assert equal(dict(found), accepted)
+            for tensor in (*found.values(), *given.values()):
+                tensor.add_(1)
+            task.fail("no_luck", "it did not work out")

@@ -65,17 +65,24 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
             raise CodecError("non_finite", f"a value of the private tensor {name} is not finite")
 
 
-def check_own(own: Mapping[str, Tensor], schema: Schema) -> None:
-    """Check the tensors of a client's own model.
+def own_tensors(own: Mapping[str, Tensor], schema: Schema) -> dict[str, Tensor]:
+    """Return copies of the tensors of a client's own model.
 
-    They must be those that training may change.
+    They are on the CPU, by name. A script may go on to train those that it has given, which may lie anywhere, and share
+    memory.
+
+    Args:
+        own: The tensors. Others than those of the schema are left out.
+        schema: The tensors that training may change.
 
     Raises:
-        CodecError: With the reason wrong_schema, if they are not.
+        CodecError: With the reason wrong_schema, if one is missing.
     """
     for entry in schema.entries:
         if entry.name not in own or tuple(own[entry.name].shape) != entry.shape:
             raise CodecError("wrong_schema", f"own has no tensor {entry.name} of the shape {list(entry.shape)}")
+    named = ((entry.name, own[entry.name]) for entry in schema.entries)
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named}
 
 
 def values_in(kept: Sections, name: str, line: Line, schema: Schema) -> Mapping[str, Tensor] | None:
