@@ -92,7 +92,8 @@ def _facts_of(files: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
 def _paths_of(root: str) -> list[tuple[str, str]]:
     """Return the paths in a module or package, with names.
 
-    Nothing is imported. Bytecode is left out.
+    Nothing is imported. What Python makes of source by itself is left out; bytecode in the place of source is not,
+    since it would be imported. An archive that is imported from counts as one file.
     """
     try:
         spec = find_spec(root)
@@ -100,16 +101,37 @@ def _paths_of(root: str) -> list[tuple[str, str]]:
         spec = None
     if spec is None:
         return []
+    if isinstance(archive := getattr(spec.loader, "archive", None), str):
+        return [(Path(archive).name, archive)]
     if not spec.submodule_search_locations:
         return [(Path(spec.origin).name, spec.origin)] if spec.origin and spec.has_location else []
     found = []
     for folder in spec.submodule_search_locations:
-        for where, folders, names in os.walk(folder):
-            folders[:] = [name for name in folders if name != "__pycache__"]
+        for where, folders, names in os.walk(folder, followlinks=True):
+            folders[:] = [name for name in folders if name != "__pycache__" and not _leads_back(folder, where, name)]
             inner = where[len(folder) :].lstrip(os.sep)
             prefix = f"{inner}/" if inner else ""
-            found += [(prefix + name, f"{where}/{name}") for name in names if not name.endswith(".pyc")]
+            found += [(prefix + name, f"{where}/{name}") for name in names]
     return sorted(found)
+
+
+def _leads_back(top: str, where: str, name: str) -> bool:
+    """Return whether a folder is a link to one above it.
+
+    Links are followed, as an import follows them, and such a one would never end.
+
+    Args:
+        top: The folder of the package.
+        where: The folder of the link, which begins with `top`.
+        name: Of the link.
+    """
+    path = f"{where}/{name}"
+    if not os.path.islink(path):  # noqa: PTH114  # as above
+        return False
+    real, above = os.path.realpath(path), [where]
+    while above[-1] != top and len(above[-1]) > len(top):
+        above.append(os.path.dirname(above[-1]))  # noqa: PTH120  # as above
+    return any(os.path.realpath(each) == real for each in above)
 
 
 def _version(distribution: str) -> str:

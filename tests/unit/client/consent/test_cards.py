@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from pydantic import ValidationError
@@ -150,6 +151,45 @@ def test_the_installed_source_is_on_the_card_by_file(tmp_path: Path, monkeypatch
     assert code.changed() == "site_code"
     assert InstalledCode(["site_code"]).facts["site_code"] != code.facts["site_code"]
     assert "site_code" not in sys.modules  # nothing is imported
+
+
+def test_code_in_a_linked_folder_or_without_source_is_on_the_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, elsewhere = module(tmp_path, "from . import inner\n").parent, tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "__init__.py").write_text("A = 1\n")
+    (elsewhere / "again").symlink_to(package)  # a circle, which must end
+    (package / "inner").symlink_to(elsewhere)
+    (package / "compiled.pyc").write_bytes(b"code")
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "inner.pyc").write_bytes(b"made of the source")
+    monkeypatch.syspath_prepend(tmp_path)
+    code = InstalledCode(["site_code"])
+    assert list(code.facts["site_code"]["files"]) == ["__init__.py", "compiled.pyc", "inner/__init__.py"]
+    assert code.changed() == ""
+    (elsewhere / "__init__.py").write_text("A = 22\n")
+    assert code.changed() == "site_code"
+    again = InstalledCode(["site_code"])
+    (package / "compiled.pyc").write_bytes(b"other code")
+    assert again.changed() == "site_code"
+
+
+@pytest.mark.parametrize("inside", ["zipped_code.py", "zipped_code/__init__.py"])
+def test_code_in_an_archive_is_on_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str) -> None:
+    archive = tmp_path / "code.zip"
+
+    def write(text: str) -> None:
+        with ZipFile(archive, "w") as file:
+            file.writestr(inside, text)
+
+    write("A = 1\n")
+    monkeypatch.syspath_prepend(archive)
+    code = InstalledCode(["zipped_code"])
+    assert list(code.facts["zipped_code"]["files"]) == ["code.zip"]
+    assert code.changed() == ""
+    write("A = 22\n")
+    assert code.changed() == "zipped_code"
 
 
 def why(refused: Refusal | None) -> str:
