@@ -6,6 +6,7 @@ written before a round is trained, so a job that is started again, and a round b
 after a kill. A job is forgotten a day after its signature has ended.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ FILE = "orders.json"
 
 _DAY = 86_400
 _MAX_BYTES = 64 << 20
+_MOST_TEXT = 128  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class Orders:
         """
         order, operator = self._operators.check(command.job)
         check_evaluate(order, command)
-        known, which = self._known(order, command), (command.round, command.model_digest)
+        known, which = self._known(order, command), (command.round, _short(command.model_digest))
         if which != known.evaluated:
             _check_count(order, known.evaluations, "evaluate")
             known = replace(known, evaluations=known.evaluations + 1, evaluated=which)
@@ -154,8 +156,8 @@ class Orders:
 
     def _known(self, order: JobOrder, command: pb.TrainCmd | pb.EvaluateCmd) -> Followed:
         fixed = {
-            "frozen_digest": command.job.frozen_digest,
-            "schema_hash": command.schema_hash.hex(),
+            "frozen_digest": _short(command.job.frozen_digest),
+            "schema_hash": _short(command.schema_hash.hex()),
             "residual_after": f"{command.residual_after_epoch}.{command.residual_after}",
         }
         known = self._followed.get(order.nonce)
@@ -168,6 +170,14 @@ class Orders:
             text = f"{changed} is {fixed[changed] or 'empty'}, and was {known.fixed.get(changed) or 'empty'} before"
             raise BadOrder("changed_command", f"{text} in the same job")
         return known
+
+
+def _short(text: str) -> str:
+    """Return a text of the server's, or its SHA-256.
+
+    It is the digest if the text is longer than those of an honest server.
+    """
+    return text if len(text) <= _MOST_TEXT else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_count(order: JobOrder, count: int, what: str) -> None:

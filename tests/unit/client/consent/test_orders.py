@@ -309,6 +309,22 @@ def evaluation(job: Job, paper: pb.SignedJob, number: int = 7, digest: str = OTH
     return pb.EvaluateCmd(job=made.job, round=number, run_id=RUN, model_digest=digest, schema_hash=made.schema_hash)
 
 
+def test_a_server_cannot_fill_the_memory_of_signed_jobs(pki: Pki, tmp_path: Path) -> None:
+    site, job, long = orders(pki, tmp_path), job_of(evaluate=True), "x" * 1_000_000
+    paper = signed(pki, job)
+    command = command_of(job, paper)
+    command.schema_hash = long.encode()
+    site.follow(site.permit(command))
+    asked = evaluation(job, paper, digest=long)
+    asked.schema_hash, asked.residual_after_epoch = command.schema_hash, command.residual_after_epoch
+    asked.residual_after = command.residual_after
+    site.follow(site.permit_evaluation(asked))
+    assert (tmp_path / FILE).stat().st_size < 2000
+    assert orders(pki, tmp_path).permit(command).followed.rounds == 1
+    asked.schema_hash += b"x"
+    assert reason(lambda: site.permit_evaluation(asked)) == "changed_command"
+
+
 def test_models_are_evaluated_as_often_as_the_job_has_rounds(pki: Pki, tmp_path: Path) -> None:
     job = job_of(rounds=1, bounds={"repeats": 0})
     paper, site = signed(pki, job), orders(pki, tmp_path)
