@@ -1,4 +1,4 @@
-"""Texts of a peer or of a disk that may be damaged."""
+"""Texts of a peer, of a damaged disk, or of somebody's code."""
 
 import json
 from typing import Any
@@ -14,3 +14,11 @@ def parse_json(text: str | bytes | bytearray) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("too many lists and tables in each other") from None
+
+
+def encodable(text: str) -> str:
+    """Return a text that UTF-8 can encode, with escapes for the rest.
+
+    Python names a file whose name is no UTF-8 by halves of surrogate pairs, which no message can carry.
+    """
+    return text.encode(errors="backslashreplace").decode()

@@ -15,6 +15,7 @@ from fedring.train.evaluation import Counts
 from fedring.train.metrics import sendable_metrics
 from fedring.train.tensors.arrays import Arrays
 from fedring.train.tensors.state import write_tensors
+from fedring.untrusted import encodable
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -111,5 +112,5 @@ def report_of(command: pb.EvaluateCmd, counts: Counts, why: str) -> pb.Evaluatio
         loss_sum=counts.loss_sum,
         classified=None if counts.correct is not None else 0,  # it is sent only where it says something
         metrics=sendable_metrics(counts.metrics),
-        failure="" if promises_of(command.job) else failure[:_MOST_TEXT],
+        failure="" if promises_of(command.job) else encodable(failure)[:_MOST_TEXT],
     )

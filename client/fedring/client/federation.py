@@ -334,8 +334,8 @@ class Federation:
         """
         if self._task and not self._task.end.done:
             try:
-                kind = type(error).__name__
-                self._task.fail(failure_reason(error), kind if is_covered(self._task.command) else f"{kind}: {error}")
+                covered = is_covered(self._task.command)
+                self._task.fail(failure_reason(error), type(error).__name__ if covered else failure_detail(error))
                 self._link.call(lambda: self._link.session.flush(_FLUSH_SECONDS))
             except (FederationClosed, Refused):
                 pass  # The end of the session tells the server.

@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
+_OWN = _PLAIN | {"at", "level", "logger", "text", "error"}
+"""The names that a record, or its line of JSON, has already."""
+
 _of_task: ContextVar[Mapping[str, object]] = ContextVar("ids", default=MappingProxyType({}))
 
 
@@ -84,6 +87,14 @@ def set_up_logs(style: Literal["auto", "text", "json"] = "auto", level: str = "i
         handler.setFormatter(TextFormatter())
     handler.addFilter(_Ids(_of_task.get))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def loggable(figures: Mapping[str, object]) -> dict[str, object]:
+    """Return figures for a record's `extra`, named by somebody's code.
+
+    Those with a name that a record has already are left out, since Python refuses them.
+    """
+    return {name: value for name, value in figures.items() if name not in _OWN}
 
 
 def log_with(**ids: object) -> None:

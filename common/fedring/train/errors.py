@@ -72,11 +72,15 @@ def failure_reason(error: Exception) -> str:
 def failure_detail(error: BaseException) -> str:
     """Return an error in words: its type, its text and its notes.
 
-    The notes say where it happened. The text of fedring's own errors is enough.
+    The notes say where it happened. The text of fedring's own errors is enough. An error of a job's code may fail to
+    say its text.
     """
     if isinstance(error, OwnError):
         return str(error)
-    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    try:
+        return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    except Exception as other:  # noqa: BLE001  # as said
+        return f"{type(error).__name__}, whose text cannot be told ({type(other).__name__})"
 
 
 class TrainingStopped(Exception):

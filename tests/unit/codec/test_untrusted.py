@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedring.untrusted import parse_json
+from fedring.untrusted import encodable, parse_json
 
 
 def test_json_is_parsed() -> None:
@@ -23,3 +23,8 @@ def test_json_is_parsed() -> None:
 def test_what_cannot_be_parsed_raises_a_value_error(text: str | bytes, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         parse_json(text)
+
+
+def test_a_text_that_no_message_can_carry_is_told_with_escapes() -> None:
+    assert encodable("scan-\udcff.png") == "scan-\\udcff.png"
+    assert encodable("Jürgen 🙂") == "Jürgen 🙂"

@@ -27,3 +27,14 @@ class Coded(ValueError):
 def test_other_errors_are_told_with_their_type(error: Exception) -> None:
     error.add_note("in batch 3")
     assert failure_detail(error) == f"{type(error).__name__}: {error}; in batch 3"
+
+
+class Silent(Exception):
+    """An error that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_error_that_fails_to_say_its_text_is_told_by_its_type() -> None:
+    assert failure_detail(Silent()) == "Silent, whose text cannot be told (RuntimeError)"

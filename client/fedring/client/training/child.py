@@ -80,6 +80,8 @@ class JobProcess:
         except Exception as error:  # noqa: BLE001  # the job's code may raise anything
             sys.excepthook(type(error), error, error.__traceback__)
             return _failed(failure_reason(error), failure_detail(error), type(error).__name__), b""
+        finally:
+            self._trainer.forget_changed()
 
     def _load(self, loaded: LoadedJob, asked: Message, values: bytearray) -> Answer:
         """Describe the job's model and its samples."""

@@ -20,6 +20,7 @@ from fedring.client.task import Task
 from fedring.client.training.local_training import LoadedJob, LocalTraining, loop_of
 from fedring.client.training.personal import with_own
 from fedring.client.training.process import CodeFailed, CodeProcess, RemoteTraining, evaluate_remote, load_remote
+from fedring.daemon.logs import loggable
 from fedring.daemon.tracing import span
 from fedring.data import ClientPart, DataError, Split, load_part, load_split, takes_part
 from fedring.job_code import job_code
@@ -70,6 +71,7 @@ class DeclaredTrainer:
         self._device = pick_device(config.device)
         self._key = b""
         self._loaded: LoadedJob | None = None
+        self._form: object = None  # of its model, as it was built
         self._edited = ""  # what was told of modules that were edited
         self._reached = 0.0  # how far the newest training came
         self.in_users_code = False  # whether a user's trainer or evaluator runs, which may never check whether to stop
@@ -103,6 +105,8 @@ class DeclaredTrainer:
         """
         if failure := self._try(task):  # the memory that the error has held is free now
             self._fail(task, failure)
+        if task.end.result != "accepted":
+            self.forget_changed()
 
     def _try(self, task: Task) -> "_Failure | None":
         """Train and submit; return a failure that is not reported yet."""
@@ -132,7 +136,7 @@ class DeclaredTrainer:
                     own = training.train_own(task.plan, task.started.loaded.parts.not_frozen, task.load_own)
                     result = self._train(training, task)
             task.submit(loaded.model, result.num_samples, result.metrics, result.seconds, own=own)
-            log.info("round %d: update accepted", task.round, extra={"round": task.round, **result.metrics})
+            log.info("round %d: update accepted", task.round, extra=loggable(result.metrics) | {"round": task.round})
         except TrainingStopped:
             task.end.done = True  # The server has ended the round, and may have told the group before this client.
             log.info("round %d ended before this client had trained", task.round)
@@ -191,6 +195,8 @@ class DeclaredTrainer:
                 self._drop(error)
                 raise
             finally:
+                if self.in_users_code:
+                    self.forget_changed()
                 self.in_users_code = False
 
     def _counts(self, loaded: LoadedJob, evaluation: Evaluation) -> Counts:
@@ -298,6 +304,15 @@ class DeclaredTrainer:
         """Forget the loaded job, so that it is built anew."""
         self._loaded = None
 
+    def forget_changed(self) -> None:
+        """Forget the loaded job if its model has other tensors now.
+
+        Code that fails half-way may leave a model of another dtype, which no later round could fill.
+        """
+        if self._loaded is not None and _form_of(self._loaded.model) != self._form:
+            log.warning("the job's code has changed the tensors of its model: it is built anew for the next round")
+            self._loaded = None
+
     def load(self, job: pb.JobSpec, stopped: Callable[[], bool] = lambda: False) -> LoadedJob:
         """Return the loaded job.
 
@@ -314,6 +329,7 @@ class DeclaredTrainer:
         if self._loaded is None or wanted != self._key:
             self._loaded = None  # Frees the old data before the new data is loaded.
             self._loaded, self._key = self._build(job, stopped), wanted
+            self._form = _form_of(self._loaded.model)
         return self._loaded
 
     def _build(self, job: pb.JobSpec, stopped: Callable[[], bool]) -> LoadedJob:
@@ -414,6 +430,17 @@ def prepare(config: ClientConfig, *, trains: bool = True) -> None:
     torch.set_num_threads(config.threads or threads_for(config.clients_on_host))
     if trains:
         warm_up(pick_device(config.device))
+
+
+def _form_of(model: nn.Module) -> object:
+    """Return the names, dtypes and shapes of a model's tensors.
+
+    None if its state dict holds something else.
+    """
+    try:
+        return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors_of(model)]
+    except SeamError:
+        return None
 
 
 def _size(samples: Any) -> int:

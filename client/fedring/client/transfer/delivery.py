@@ -15,6 +15,7 @@ from fedring.client.transfer.residual import RESIDUAL
 from fedring.client.transfer.spool import Spool, Spooled
 from fedring.client.transfer.upload import DamagedSpool, GivenUp, Undecided, Upload
 from fedring.daemon.tracing import span
+from fedring.untrusted import encodable
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,8 @@ class Delivery:
             reason: A stable word.
             detail: A sentence; the first 1000 letters are sent.
         """
-        failure = pb.Failure(round=assignment.command.round, reason=reason, detail=detail[:1000])
+        told = {"reason": encodable(reason), "detail": encodable(detail)[:1000]}
+        failure = pb.Failure(round=assignment.command.round, **told)
         with suppress(FederationClosed):  # The end of the session tells the server.
             self._link.call(lambda: self._link.session.report_failure(failure))
 

@@ -179,6 +179,96 @@ def test_a_job_that_fails_is_reported_and_the_next_one_is_trained(
     assert (failure.round, failure.reason) == (1, reason)
 
 
+class Silent(Exception):
+    """An error that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("error", [ValueError("cannot read scan-\udcff.png"), Silent()], ids=["surrogate", "silent"])
+@pytest.mark.parametrize("part", ["trainer", "evaluator", "data"])
+def test_an_error_whose_text_cannot_be_sent_ends_its_round_and_not_the_client(
+    server: "ScriptedServer",
+    settings: dict[str, Any],
+    model: nn.Module,
+    module: ModuleType,
+    part: str,
+    error: Exception,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("CRITICAL", logger="fedring")  # which the report of this test could not carry either
+
+    def fails(*arguments: Any) -> Any:
+        raise error
+
+    spoilt = job(**{part: plug_in(module, offers("data", "trainer", "evaluator")(fails))})
+    with client(settings, trusted=["fedring", "my_project"]):
+        server.joins.get(timeout=SECONDS)
+        command = server.command(model, round_=1, job=spoilt)
+        if part == "evaluator":
+            server.send(pb.ServerEvent(evaluate=server.evaluation(1, job=spoilt, round=1)))
+            told = server.evaluations.get(timeout=SECONDS).failure
+        else:
+            server.train(command)
+            told = server.failures.get(timeout=SECONDS).detail
+        server.train(server.command(model, round_=2, job=job()))
+        assert server.accepted.get(timeout=SECONDS)[0].round == 2
+    assert ("scan-\\udcff.png" if isinstance(error, ValueError) else "cannot be told" if part != "data" else "") in told
+
+
+@pytest.mark.parametrize("way", ["trainer", "evaluator"])
+def test_code_that_fails_in_the_middle_of_a_change_of_its_model_costs_no_later_round(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, module: ModuleType, way: str
+) -> None:
+    calls: list[int] = []
+
+    def halved(model: nn.Module, *rest: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            model.half()
+            raise MemoryError
+        return 1
+
+    with client(settings, **{way: plug_in(module, halved)}):
+        server.joins.get(timeout=SECONDS)
+        command = server.command(model, round_=1, job=job())
+        if way == "trainer":
+            server.train(command)
+            assert server.failures.get(timeout=SECONDS).reason == "out_of_memory"
+        else:
+            server.send(pb.ServerEvent(evaluate=server.evaluation(1, job=job(), round=1)))
+            assert server.evaluations.get(timeout=SECONDS).total == 0
+        server.train(server.command(model, round_=2, job=job()))
+        assert server.accepted.get(timeout=SECONDS)[0].round == 2
+
+
+@pytest.mark.parametrize("name", ["name", "level", "round"])
+def test_a_metric_may_have_the_name_of_something_else_in_the_log(
+    server: "ScriptedServer",
+    settings: dict[str, Any],
+    model: nn.Module,
+    module: ModuleType,
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+
+    def measured(model: nn.Module, samples: Any, plan: Any) -> Any:
+        return {"num_samples": 1, name: 2.5, "f1": 0.5}
+
+    with client(settings, trainer=plug_in(module, measured)):
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=1, job=job()))
+        assert server.accepted.get(timeout=SECONDS)[0].metrics[name] == 2.5
+        server.train(server.command(model, round_=2, job=job()))
+        server.accepted.get(timeout=SECONDS)
+    assert server.failures.empty()
+    accepted = next(vars(record) for record in caplog.records if "update accepted" in record.getMessage())
+    assert (accepted["round"], accepted["f1"]) == (1, 0.5)
+    assert accepted.get(name) != 2.5
+
+
 def test_a_model_with_another_schema_is_reported(server: "ScriptedServer", settings: dict[str, Any]) -> None:
     other = nn.Linear(64, 10)
     server.publish(1, schema_of(other), read_vectors(other))
