@@ -5,7 +5,16 @@ import socket
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from fedring.client.consent.approval import Approval
@@ -155,6 +164,11 @@ class ClientConfig(BaseSettings):
     def servers(self) -> tuple[str, ...]:
         """All addresses of the server."""
         return (self.server, *self.other_servers)
+
+    @field_validator("state_dir")
+    @classmethod
+    def _absolute(cls, folder: Path) -> Path:
+        return folder.absolute()  # The code of a job, or a script, may change the working directory later.
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -1,5 +1,6 @@
 """Declared jobs: a job names its parts, the client trains with them and survives whatever the job's code does."""
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -241,6 +242,30 @@ def test_code_that_fails_in_the_middle_of_a_change_of_its_model_costs_no_later_r
             assert server.evaluations.get(timeout=SECONDS).total == 0
         server.train(server.command(model, round_=2, job=job()))
         assert server.accepted.get(timeout=SECONDS)[0].round == 2
+
+
+def test_code_that_changes_the_working_directory_leaves_the_state_where_it_is(
+    server: "ScriptedServer",
+    settings: dict[str, Any],
+    model: nn.Module,
+    module: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def moves(model: nn.Module, samples: Any, plan: Any) -> int:
+        os.chdir(tmp_path / "elsewhere")
+        return 1
+
+    with client(settings | {"state_dir": "state"}, trainer=plug_in(module, moves)):
+        server.joins.get(timeout=SECONDS)
+        for round_ in (1, 2):
+            server.train(server.command(model, round_=round_, job=job(), encoding="int8"))
+            assert server.accepted.get(timeout=SECONDS)[0].round == round_
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert list((tmp_path / "state").glob("kept-*"))
 
 
 @pytest.mark.parametrize("name", ["name", "level", "round"])
