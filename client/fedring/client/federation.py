@@ -214,15 +214,14 @@ class Federation:
                     mode = self._task.job.mode
                     if private and mode != "federated":
                         text = f"this client keeps private = {list(private)} to itself, which the mode {mode} cannot do"
-                        self._task.fail("private_tensors", text)
+                        self._turn_down(self._task, "private_tensors", text)
                     elif unapproved:
-                        self._note("refuses", work.command, reason=unapproved.reason)
-                        self._task.fail(unapproved.reason, unapproved.text)
+                        self._turn_down(self._task, unapproved.reason, unapproved.text)
                     elif why:
                         self._note("refuses", work.command, reason="privacy_policy")
                         self._refuse(self._task, why)
                     elif unknown := unknown_in(work.command.job):
-                        self._task.fail("unknown_transform", unknown)
+                        self._turn_down(self._task, "unknown_transform", unknown)
                     elif protection.has_lost_update():
                         self._task.end.failed()
                     elif mode in self._modes:
@@ -232,7 +231,7 @@ class Federation:
                         self._link.session.set_reporting(False)  # the caller's code may never call progress()
                         return self._task
                     else:
-                        self._task.fail("unknown_mode", f"this client does not train in the mode {mode!r}")
+                        self._turn_down(self._task, "unknown_mode", f"this client does not train in the mode {mode!r}")
         except FederationClosed:
             raise StopIteration from None
 
@@ -253,6 +252,10 @@ class Federation:
     def _task_of(self, work: Assignment, protection: Protection) -> Task:
         spool, name = self._spool, self.config.client_id
         return Task(work, self._link, self._loader, spool, name, secret=self._secret, protection=protection)
+
+    def _turn_down(self, task: Task, reason: str, text: str) -> None:
+        self._note("refuses", task.command, reason=reason)
+        task.fail(reason, text)
 
     def _refuse(self, task: Task, why: str) -> None:
         if failed_too_often(self.config.privacy, self._spool.ledger, task.command):
@@ -304,10 +307,9 @@ class Federation:
         command, counts, why = order.command, Counts(), ""
         self._link.session.occupy(command.round, command.job.job_id)
         try:
-            if not may_count(self.config.privacy, command.job):
-                raise RoundOver("privacy_policy", "neither noise nor masks cover what this client would count")
-            if unapproved := self._consent.refusal_to_evaluate(command):
-                raise RoundOver(unapproved.reason, unapproved.text)
+            if refused := self._refusal_to_evaluate(command):
+                self._note("refuses", command, reason=refused.reason, asked="evaluates")
+                raise refused
             self._note("evaluates", command, **self._consent.follow())
             counts = self._on_evaluate(Evaluation(order, self._link, self._loader, self._spool.kept))
             staged = MODES.get(command.job.mode, TrainingMode).staged  # only the last stage of a pipeline has counts
@@ -323,6 +325,12 @@ class Federation:
             self._link.metrics.evaluated(report.total > 0)
             self._link.call(self._link.session.free)
             self._link.call(lambda: self._link.session.report_evaluation(report))
+
+    def _refusal_to_evaluate(self, command: pb.EvaluateCmd) -> RoundOver | None:
+        if not may_count(self.config.privacy, command.job):
+            return RoundOver("privacy_policy", "neither noise nor masks cover what this client would count")
+        unapproved = self._consent.refusal_to_evaluate(command)
+        return RoundOver(unapproved.reason, unapproved.text) if unapproved else None
 
     def _note(self, what: str, command: pb.TrainCmd | pb.EvaluateCmd, **facts: str | float) -> None:
         self._spool.audit.try_to_note(what, **_names(command), **facts)
