@@ -128,13 +128,13 @@ class SampleCharge:
         except TrainingStopped:
             raise
         except BaseException:
-            self._note(cost)
+            self._note(cost, delta)
             raise
-        self._note(cost)
+        self._note(cost, delta)
         if cost is not None:
             self._tell_spent(delta)
 
-    def _note(self, cost: SampledSteps | None) -> None:
+    def _note(self, cost: SampledSteps | None, delta: float) -> None:
         if cost is None:
             return
         ledger = self._spool.ledger
@@ -142,6 +142,9 @@ class SampleCharge:
             self._spool.kept.forget(line_of(self._command).key, RESIDUAL)
         ledger.charge_samples(self._command, cost)
         self.missing = False
+        if self._spool.audit.on:
+            names = {"job": self._command.job.job_id, "round": self._command.round}
+            self._spool.audit.try_to_note("charged", **names, **ledger.sample_epsilons(delta))
 
     def _tell_spent(self, delta: float) -> None:
         """Log the epsilon that this client's samples have spent.

@@ -78,6 +78,11 @@ class Audit:
         except OSError as error:
             raise ConfigError(f"the audit of this client cannot be written: {error}") from error
 
+    @property
+    def on(self) -> bool:
+        """Whether there is a log."""
+        return self._chain is not None
+
     def note(self, what: str, **facts: Any) -> str:
         """Add a line durably, and return the head of the log.
 

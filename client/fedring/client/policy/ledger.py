@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,25 +124,25 @@ class Ledger:
         return epsilon([*(each for each, count in self._counts.items() for _ in range(count)), *more], delta)
 
     def epsilons(self, command: pb.TrainCmd, delta: float) -> dict[str, float]:
-        """Return the epsilons of this client with a round, by name.
+        """Return the epsilon of this client's updates with a round, by name.
 
-        They are those of the kinds of noise that the round's job has. Empty in jobs without noise, or without an
-        accountant.
+        Empty in jobs without [dp], or without an accountant.
 
         Args:
             command: of the round.
-            delta: the probability that epsilon may fail, which comes with them.
+            delta: the probability that epsilon may fail, which comes with it.
         """
-        spent: dict[str, float] = {}
-        try:
-            if command.job.dp:
-                spent["epsilon"] = self.epsilon_with(command, delta)
-            if command.job.sample_dp:
-                spent["sample_epsilon"] = self.sample_epsilon(delta)
-        except NoAccountant:
-            return {}
-        known = {key: round(value, 6) for key, value in spent.items() if isfinite(value)}
-        return {**known, "delta": delta} if spent else {}
+        return _told(lambda: {"epsilon": self.epsilon_with(command, delta)}, delta) if command.job.dp else {}
+
+    def sample_epsilons(self, delta: float) -> dict[str, float]:
+        """Return the epsilon of this client's samples, by name.
+
+        Empty without an accountant.
+
+        Args:
+            delta: the probability that epsilon may fail, which comes with it.
+        """
+        return _told(lambda: {"sample_epsilon": self.sample_epsilon(delta)}, delta)
 
     def charge(self, command: pb.TrainCmd, update: str) -> None:
         """Charge durably an update that the server adds noise to.
@@ -303,6 +303,15 @@ class Ledger:
             known["told"] = {"run": run, "job": job, "at": at}
         replace_with_digest(self._path, json.dumps(known).encode())
         self._last, self._counts, self._samples, self._jobs, self._told = last, counts, samples, jobs, told
+
+
+def _told(spent: Callable[[], Mapping[str, float]], delta: float) -> dict[str, float]:
+    """Return epsilons with their delta, for a log; empty without an accountant."""
+    try:
+        known = {key: round(value, 6) for key, value in spent().items() if isfinite(value)}
+    except NoAccountant:
+        return {}
+    return {**known, "delta": delta}
 
 
 def _sample_entry(entry: Mapping[str, Any]) -> tuple[tuple[_JobKey, float, float], int]:

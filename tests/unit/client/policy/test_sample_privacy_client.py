@@ -16,11 +16,13 @@ from tests.unit import training_client
 from torch import Tensor, nn
 
 from fedring.client import Federation, connect
+from fedring.client.consent.audit import FOLDER
 from fedring.client.errors import UpdateRefused
 from fedring.client.policy.ledger import Ledger
 from fedring.client.policy.privacy import SitePolicy, may_count, refusal
 from fedring.client.sample_charge import overspent
 from fedring.client.transfer.own_values import line_of
+from fedring.daemon.chain import read_chain
 from fedring.daemon.config import ConfigError
 from fedring.data import Samples, Split, digits
 from fedring.privacy.account import SampledSteps, epsilon, sampled_epsilon
@@ -110,6 +112,25 @@ def test_an_update_says_nothing_of_the_data_and_is_charged_before_it_leaves(
     assert charged[1] == [entry | {"steps": 40}]
     assert charged[2] == [entry | {"steps": 40}, entry | {"job": 2, "steps": 10}]
     assert shown == pytest.approx(sampled_epsilon([SampledSteps(0.1, 1.0, 50)], 1e-5))
+
+
+@pytest.mark.parametrize("lr", [0.1, 1e30], ids=["trains", "diverges"])
+def test_the_log_of_the_client_says_what_each_training_has_spent(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, lr: float
+) -> None:
+    with client(settings, audit={"chain": True}):
+        server.joins.get(timeout=SECONDS)
+        for number in (1, 2):
+            server.train(server.command(model, round_=number, batch_size=36, lr=lr, job=job()))
+            server.accepted.get(timeout=SECONDS)
+    lines = [line.facts for line in read_chain(settings["state_dir"] / FOLDER)]
+    told = [(each["round"], each["sample_epsilon"], each["delta"]) for each in lines if each["what"] == "charged"]
+    spent = [sampled_epsilon([SampledSteps(0.1, 1.0, steps)], 1e-5) for steps in (10, 20)]
+    assert told == [(1, pytest.approx(spent[0]), 1e-5), (2, pytest.approx(spent[1]), 1e-5)]
+    assert [each["what"] for each in lines if each["what"] in ("trains", "charged", "sends")] == [
+        *("trains", "charged", "sends"),
+        *("trains", "charged", "sends"),
+    ]
 
 
 def test_an_update_that_is_sent_again_after_a_restart_is_charged_once(
