@@ -4,13 +4,13 @@ It looks up the names in the job, and keeps model and data loaded from round to 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
@@ -72,6 +72,7 @@ class DeclaredTrainer:
         self._key = b""
         self._loaded: LoadedJob | None = None
         self._form: object = None  # of its model, as it was built
+        self._first: Mapping[str, Tensor] | None = None  # its values then, while rounds must start from them
         self._edited = ""  # what was told of modules that were edited
         self._reached = 0.0  # how far the newest training came
         self.in_users_code = False  # whether a user's trainer or evaluator runs, which may never check whether to stop
@@ -117,11 +118,16 @@ class DeclaredTrainer:
             if self._process is not None and MODES[task.job.mode].grouped:
                 text = f"this client has training.process = true, which the mode {task.job.mode} cannot do"
                 raise SeamError("unknown_mode", text)
-            before = self._loaded
+            before, compares = self._loaded, self._can_compare(task)
+            if compares and self._first is None:
+                self.forget()  # Only a model that was just built has the values of the seed.
             with job_code():
                 loaded = self.load(task.job, lambda: task.cancelled)
-            if loaded is not before and self._can_compare(task):
-                task.first_values = {name: tensor.detach().clone() for name, tensor in tensors_of(loaded.model)}
+            if not compares:
+                self._first = None
+            elif loaded is not before:
+                self._first = {name: tensor.detach().clone() for name, tensor in tensors_of(loaded.model)}
+            task.first_values = self._first
             where = span("train", task.command.traceparent, round=task.round, client=self._config.client_id)
             with where, job_code():
                 if MODES[task.job.mode].grouped:

@@ -12,8 +12,13 @@ import torch
 from tests.unit.training_client import client, plug_in, user_module
 from torch import nn
 
+from fedring.client import ClientConfig, Federation
+from fedring.client.consent.orders import Followed, Permit
+from fedring.client.training.trainer import DeclaredTrainer
 from fedring.offers import offers
+from fedring.train.jobs.job import Job
 from fedring.train.models import digits_mlp
+from fedring.train.orders.signed_job import order_of
 from fedring.train.tensors.sharing import Sharing
 from fedring.train.tensors.state import frozen_digest, read_vectors, schema_of, split
 from fedring.v1 import federation_pb2 as pb
@@ -266,6 +271,28 @@ def test_code_that_changes_the_working_directory_leaves_the_state_where_it_is(
             assert server.accepted.get(timeout=SECONDS)[0].round == round_
     assert list((tmp_path / "elsewhere").iterdir()) == []
     assert list((tmp_path / "state").glob("kept-*"))
+
+
+def test_a_signed_job_starts_from_its_seed_however_often_a_server_asks(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    torch.manual_seed(7)
+    honest, schema = digits_mlp(), schema_of(model)
+    server.publish(1, schema, read_vectors(model))
+    server.publish(2, schema, read_vectors(honest))
+    order = order_of(Job.model_validate({"start": "fresh", "seed": 7}), server.run_id, 0.0)
+    config = ClientConfig(**settings)
+    declared, results = DeclaredTrainer(config), []
+    with Federation(config) as federation:
+        server.joins.get(timeout=SECONDS)
+        for round_, version in enumerate((1, 1, 2, 2, 1), 1):
+            server.train(server.command(model, round_=round_, model_version=version, job=job(seed=7)))
+            task = next(federation)
+            task.permit = Permit("ann", order.nonce, order, Followed(1, order.until, {}), starts_fresh=True)
+            declared.train(task)
+            results.append(task.end.result)
+    assert results == ["failed", "failed", "accepted", "accepted", "failed"]
+    assert {server.failures.get(timeout=SECONDS).reason for _ in range(3)} == {"other_start"}
 
 
 @pytest.mark.parametrize("name", ["name", "level", "round"])
