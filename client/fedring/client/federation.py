@@ -133,7 +133,7 @@ class Federation:
             own: dict[str, str] = {part: getattr(config, part) for part in PARTS}
             self._consent = Consent(config.approval, config.state_dir, config.trusted, own, _orders_of(config))
             # All that may end the start comes before the session: the server would give a round to a client that ends.
-            self._secure = SecureAggregationClient(config, self._spool.ledger, self._secret)
+            self._secure = SecureAggregationClient(config, self._spool.ledger, self._secret, self._consent.permits)
             if address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
                 log.info("Prometheus can read metrics at %s", address, extra={"metrics": address})
             self._link = ServerLink(config, metrics, evaluates=on_evaluate is not None, tell=tell)

@@ -95,6 +95,20 @@ class Consent:
             self._waiting[job_id] = card
         return Refusal(NOT_APPROVED, why) if why else None
 
+    def permits(self, command: pb.TrainCmd) -> bool:
+        """Return whether this client may train for a command.
+
+        Nothing is noted, but for a new card.
+        """
+        try:
+            if self._orders is not None:
+                self._orders.permit(command)
+        except BadOrder:
+            return False
+        if self._approval.mode == "off":
+            return True
+        return not (self._code.changed() or self._refusal(card_of(command, self._site, self._approval.free)))
+
     def refusal_to_evaluate(self, command: pb.EvaluateCmd) -> Refusal | None:
         """Return why this client does not evaluate a job's model.
 

@@ -69,6 +69,7 @@ class SecureAggregationClient:
         config: the configuration.
         ledger: what this client has spent of its privacy.
         secret: the client's own, from which all follows that others must not be able to repeat.
+        permits: whether the site consents to a command; called in any thread.
 
     Raises:
         ConfigError: if what is kept of finished rounds, the client's key, or the list of revoked certificates, cannot
@@ -77,8 +78,14 @@ class SecureAggregationClient:
 
     _link: ServerLink
 
-    def __init__(self, config: ClientConfig, ledger: Ledger, secret: ClientSecret) -> None:
-        self._config, self._ledger, self._secret = config, ledger, secret
+    def __init__(
+        self,
+        config: ClientConfig,
+        ledger: Ledger,
+        secret: ClientSecret,
+        permits: Callable[[pb.TrainCmd], bool] = lambda command: True,
+    ) -> None:
+        self._config, self._ledger, self._secret, self._permits = config, ledger, secret, permits
         self._state = SecureState(config.state_dir)
         self._participants = Participants(config, self._state)
         self._participant: SecureParticipant | None = None
@@ -174,9 +181,7 @@ class SecureAggregationClient:
 
     async def _begin(self, command: pb.TrainCmd) -> None:
         name = name_of(command)
-        if not command.HasField("secure") or await asyncio.to_thread(
-            lambda: bool(refusal(self._config.privacy, self._ledger, command))
-        ):
+        if not command.HasField("secure") or await asyncio.to_thread(lambda: self._turns_down(command)):
             if self._participant and self._participant.name != name:
                 self._stop_sending()
                 self._participant = None
@@ -189,6 +194,9 @@ class SecureAggregationClient:
             self._stop_sending()
             self._participant = participant
         self._answer("SendKeys", participant.keys())
+
+    def _turns_down(self, command: pb.TrainCmd) -> bool:
+        return bool(refusal(self._config.privacy, self._ledger, command)) or not self._permits(command)
 
     async def _step(self, step: wire.SecureStep) -> None:
         name = name_of(step)
