@@ -135,7 +135,7 @@ class Jobs:
             async with asyncio.TaskGroup() as tasks:
                 while True:
                     self._moved.clear()
-                    while row := await self._facts.db(self._next):
+                    while row := await self._facts.keep(self._facts.db, self._next):
                         self._begin(tasks, row)
                     await self._moved.wait()
         except BaseExceptionGroup as group:

@@ -253,7 +253,7 @@ async def evaluation(
     if warnings := warnings + _first(failed + _silent(open_)):
         stats["warnings"] = warnings
     stats["evaluate_seconds"] = time.monotonic() - open_.started - stats["seconds"]
-    summed = await facts.db(facts.store.evaluations.total, model.version)
+    summed = await facts.keep(facts.db, facts.store.evaluations.total, model.version)
     if summed is not None:
         stats |= {name: getattr(summed, name) for name in ("correct", "total", "loss_sum", "classified")}
         stats["metrics"] |= with_origin("eval", summed.metrics, accuracy=summed.accuracy, loss=summed.loss)

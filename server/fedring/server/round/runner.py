@@ -194,7 +194,7 @@ class RoundRunner:
         open_.row = open_.ended(Phase.ABANDONED, reason=NOT_APPROVED if asked else round_.reason)
         await facts.keep(facts.db, facts.store.rounds.replace, open_.row)
         self._publisher.end_training(open_)
-        away = () if open_.row.selected else await facts.db(facts.store.updates.counts)
+        away = () if open_.row.selected else await facts.keep(facts.db, facts.store.updates.counts)
         reason = why_abandoned(open_, open_.state, away, self._listen)
         self._rounds.tell(open_, "round_abandoned", f"{open_.title} was abandoned: {reason}")
         return RoundResult(published=False, reason=reason, retryable=open_.retryable, unapproved=bool(asked))

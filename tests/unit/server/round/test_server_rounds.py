@@ -68,6 +68,37 @@ async def test_a_model_waits_for_a_disk_that_refuses_even_to_remove_what_was_beg
     assert await host.ended(job.job_id) == "completed"
 
 
+@pytest.mark.parametrize(
+    ("store", "read", "state"),
+    [("jobs", "queued", "completed"), ("evaluations", "total", "completed"), ("updates", "counts", "failed")],
+)
+async def test_a_store_that_fails_for_a_moment_ends_neither_the_server_nor_a_job(
+    host: Host, monkeypatch: pytest.MonkeyPatch, store: str, read: str, state: str
+) -> None:
+    """As one does that another program holds for a while: when a job's turn comes, and after each kind of end."""
+    whole, failing = getattr(getattr(host.store, store), read), [True]
+
+    def fail_once(*arguments: Any) -> Any:
+        if failing:
+            failing.clear()
+            raise StorageFailed("disk_error", "database is locked")
+        return whole(*arguments)
+
+    monkeypatch.setattr(getattr(host.store, store), read, fail_once)
+    keys = {"evaluate": True, "evaluate_seconds": 0.1} if state == "completed" else {"barrier_timeout_seconds": 0.1}
+    job, _ = await host.jobs.start(spec(**keys, max_abandoned=1), "")
+    if read == "queued":
+        await host.facts.storage.fails.wait()
+        host.facts.storage.mend()
+    if state == "completed":
+        session = host.join("a")
+        assert not await host.offer(host.update(await host.command(session), "a"))
+    if read != "queued":
+        await host.facts.storage.fails.wait()
+        host.facts.storage.mend()
+    assert await host.ended(job.job_id) == state
+
+
 async def test_small_updates_wait_for_each_other_and_share_a_commit(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:

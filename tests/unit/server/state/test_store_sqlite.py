@@ -14,7 +14,7 @@ from sqlalchemy import Engine, event, text
 from tests.damage import ask
 from tests.unit.rows import a_job, a_model, a_round, an_update
 
-from fedring.server.state.failures import StorageError, StoreError
+from fedring.server.state.failures import StorageError, StorageFailed, StoreError
 from fedring.server.state.identity import open_state
 from fedring.server.state.rows import (
     ChargeRow,
@@ -23,6 +23,7 @@ from fedring.server.state.rows import (
     JobRow,
     TokenRow,
 )
+from fedring.server.state.sql import database
 from fedring.server.state.sql.database import SCHEMA, open_database
 from fedring.server.state.sql.schema import SecureMessageRow, SecureRoundRow
 from fedring.server.state.sql.store import Store
@@ -303,6 +304,22 @@ def test_a_column_that_has_lost_its_name_is_noticed_at_the_start(column: str, fu
     ) as caught:
         Store(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     assert caught.value.reason == "corrupt"
+
+
+def test_a_database_that_another_program_holds_is_tried_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "_BUSY_MILLISECONDS", 0)
+    url = f"sqlite:///{tmp_path / 'facts.sqlite'}"
+    store = Store(url)
+    with closing(sqlite3.connect(tmp_path / "facts.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StorageFailed, match="another program uses facts"):
+            store.probe()
+        with pytest.raises(StorageFailed, match="another program uses facts"):
+            Store(url)
+    store.probe()
+    store.close()
 
 
 def test_a_row_that_is_replaced_must_be_there(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from fedring.daemon.crash import crashpoint
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed, StoreError
+from fedring.server.state.files import FACTS
 from fedring.server.state.rows import MetaRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.tables import METADATA, meta
@@ -51,6 +52,7 @@ _READS = {"only_reads": True}
 """Marks a connection whose transactions only read."""
 
 _FULL_STATES = ("53100", "53200")  # of PostgreSQL: the disk or the memory is full
+_LOCKED = ("SQLITE_BUSY", "SQLITE_LOCKED")
 _FSYNC_ERRORS = ("SQLITE_IOERR_FSYNC", "SQLITE_IOERR_DIR_FSYNC")
 
 
@@ -262,6 +264,8 @@ def meaning_of(error: BaseException | None) -> StorageError | FsyncFailed:
         return StorageFailed("disk_full", str(error))
     if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
         return StorageFailed("disk_error", str(error))
+    if name.startswith(_LOCKED):  # a later attempt may find it free
+        return StorageFailed("disk_error", f"{error}: another program uses {FACTS}")
     # A column whose name has changed in the file is not found.
     if name in ("SQLITE_NOTADB", "SQLITE_CORRUPT") or str(error).startswith("no such "):
         return StoreError("corrupt", f"the database is damaged ({error}): restore a backup (flctl restore)")
