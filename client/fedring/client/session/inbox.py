@@ -13,6 +13,9 @@ from fedring.v1 import federation_pb2 as pb
 _KEEP = 16
 """How many jobs that have no round open are remembered, to know a command that is sent again."""
 
+_MOST_EVALUATIONS = 64
+"""How many evaluations wait while the client trains. A client takes part in as many jobs at most."""
+
 
 @dataclass(slots=True, eq=False)
 class Assignment:
@@ -142,10 +145,12 @@ class WorkInbox:
     def evaluate(self, command: pb.EvaluateCmd) -> None:
         """Queue a command to evaluate.
 
-        It replaces one of its job that has not been handed out.
+        It replaces one of its job that has not been handed out, and the oldest if too many wait.
         """
         order = EvaluationOrder(command, _deadline(command.deadline_seconds))
         self._evaluations[command.run_id, command.job.job_id] = order
+        if len(self._evaluations) > _MOST_EVALUATIONS:
+            del self._evaluations[next(iter(self._evaluations))]
         self._filled.set()
 
     def end(self, round_: int, reason: str) -> None:

@@ -1,10 +1,11 @@
 """Commands: which repeat the current assignment, and which are new work."""
 
+import asyncio
 import time
 
 import pytest
 
-from fedring.client.session.inbox import Assignment, WorkInbox
+from fedring.client.session.inbox import Assignment, EvaluationOrder, WorkInbox
 from fedring.codec.digest import name_of
 from fedring.train.bounds import MAX_SECONDS
 from fedring.v1 import federation_pb2 as pb
@@ -134,3 +135,15 @@ def test_a_command_ends_others_only_where_there_is_no_room_for_it(max_jobs: int)
 def test_a_deadline_that_is_no_time_has_passed_or_ends_within_the_longest_one(seconds: float) -> None:
     assignment = WorkInbox().train(command(deadline_seconds=seconds), NOTHING)
     assert 0 <= assignment.deadline <= time.monotonic() + MAX_SECONDS
+
+
+def test_a_server_cannot_let_any_number_of_evaluations_wait() -> None:
+    inbox = WorkInbox()
+    for number in range(100):
+        job = pb.JobSpec(job_id=number)
+        inbox.evaluate(pb.EvaluateCmd(run_id="run", round=number, job=job, deadline_seconds=600.0))
+    inbox.train(command(), NOTHING)
+    handed_out: list[int] = []
+    while isinstance(work := asyncio.run(inbox.take()), EvaluationOrder):
+        handed_out.append(work.command.round)
+    assert handed_out == list(range(36, 100))
