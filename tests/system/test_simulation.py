@@ -245,6 +245,6 @@ def test_a_signal_ends_the_simulation_with_its_workers_and_leaves_no_files(numbe
         children = tree_of(run.pid)[1:]
         run.send_signal(number)
         assert run.wait(PATIENCE) != 0
-    assert len(children) >= 3  # two workers, and the process that has forked them
+    assert len(children) >= 2  # the second worker, and the process that has forked it
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
     assert list(out.iterdir()) == []

@@ -1,20 +1,23 @@
 """The engines of a simulation, which run its workers.
 
-Workers are processes of this machine, or one of them is in the calling process.
+One of the workers of this machine is the calling process, and the others are processes of their own.
 """
 
 import gc
 import logging
 import multiprocessing
 import os
+import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from itertools import islice
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from operator import attrgetter
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -24,12 +27,14 @@ from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.data import DataError
 from fedring.job_code import job_code
+from fedring.server.state.rows import UpdateRow
 from fedring.simulation.samples import Setup
 from fedring.simulation.worker import Order, Outcome, Own, SimulationWorker, Turn, limit_threads
 from fedring.train.errors import SeamError, failure_detail
 from fedring.train.evaluation import Counts
 
 T = TypeVar("T")
+W = TypeVar("W")
 OwnResult = tuple[Counts, dict[str, float]]
 """The counts of a client's own model, and the figures that tell them."""
 
@@ -156,49 +161,10 @@ def at_a_time(order: Order, workers: int) -> int:
     return max(1, -(-share // -(-share // TOGETHER))) if share else 1
 
 
-class InProcess:
-    """One worker in the calling process.
+class Local:
+    """Workers of this machine: the calling process, and processes of their own.
 
-    It needs no other process and can be debugged.
-
-    Raises:
-        Failure: The job or its samples cannot be loaded.
-    """
-
-    def __init__(self, setup: Setup) -> None:
-        self._threads_before = torch.get_num_threads()
-        limit_threads(setup.threads)
-        try:
-            self._worker = succeeded(load(setup))
-        except Failure:
-            self.__exit__()
-            raise
-        self.sizes: Sequence[int] = self._worker.sizes
-        self.why_exact, self._batched = self._worker.why_exact, setup.batching is not None
-
-    def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
-        self._worker.begin(order)
-        rest, most = iter(turns), at_a_time(order, 1) if self._batched else 1
-        with job_code():  # around all of them, because to mark interrupts takes longer than a look whether they are
-            while some := list(islice(rest, most)):
-                yield from self._worker.train(some)
-
-    def evaluate_own(self, clients: Iterable[Own]) -> Iterator[OwnResult]:
-        for own in clients:
-            yield from evaluate_own(self._worker, [own])
-
-    def evaluate(self, vectors: Vectors) -> Counts:
-        return succeeded(evaluate(self._worker, vectors))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        limit_threads(self._threads_before)
-
-
-class Processes:
-    """Workers in processes of their own.
+    A single one needs no other process and can be debugged.
 
     Args:
         setup: The data that each of them loads.
@@ -209,44 +175,40 @@ class Processes:
     """
 
     def __init__(self, setup: Setup, workers: int) -> None:
-        # The processes are forks of one that has only imported what they need: torch's threads would not survive a
-        # fork of this process, and each import of torch takes seconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "torch._dynamo"])  # which optimizers import when they are first used
+        self._threads_before = torch.get_num_threads()
         self._pipes: list[Connection] = []
-        self._processes = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._ready = selectors.DefaultSelector()
         try:
-            for number in range(workers):
-                ours, theirs = context.Pipe()
-                mine = replace(setup, number=number, workers=workers)
-                process = context.Process(target=_serve, args=(theirs, mine, dict(os.environ)), daemon=True)
-                self._pipes.append(ours)
-                process.start()
-                self._processes.append(process)
-                theirs.close()
-            found = [self._receive(pipe) for pipe in self._pipes]
+            for number in range(1, workers):
+                self._start(replace(setup, number=number, workers=workers))
+            limit_threads(setup.threads)
+            self._worker = succeeded(load(replace(setup, workers=workers)))
+            for pipe in self._pipes:
+                self._receive(pipe)
         except BaseException:  # also KeyboardInterrupt: what was started must not keep running
-            self._stop()
+            self.__exit__()
             raise
-        self.sizes: Sequence[int] = found[0][0]
-        self.why_exact: str = found[0][1]
-        self._batched = setup.batching is not None
+        self.sizes: Sequence[int] = self._worker.sizes
+        self.why_exact, self._batched = self._worker.why_exact, setup.batching is not None
         self._client_seconds = float("inf")  # that a worker took for a client in the last round; not known yet
 
     def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
         for pipe in self._pipes:
             self._send(pipe, order)
+        self._worker.begin(order)
+        workers = 1 + len(self._pipes)
         if self._batched:
-            share = at_a_time(order, len(self._pipes))
-            yield from self._spread(turns, lambda given: share)
+            share = at_a_time(order, workers)
+            yield from self._spread(turns, self._worker.train, lambda given: share, share)
             return
         began, most = time.perf_counter(), self._most(order)
-        yield from self._spread(turns, lambda given: self._few(order.clients - given, most))
+        yield from self._spread(turns, self._worker.train, lambda given: self._few(order.clients - given, most), 1)
         if order.clients:
-            self._client_seconds = (time.perf_counter() - began) * len(self._pipes) / order.clients
+            self._client_seconds = (time.perf_counter() - began) * workers / order.clients
 
     def evaluate_own(self, clients: Iterable[Own]) -> Iterator[OwnResult]:
-        return self._spread(clients, lambda given: AT_A_TIME)
+        return self._spread(clients, partial(evaluate_own, self._worker), lambda given: AT_A_TIME, 1)
 
     def _most(self, order: Order) -> int:
         """Return the most clients that a worker is given at a time.
@@ -261,46 +223,87 @@ class Processes:
 
         There are fewer at the end, so that all workers end together.
         """
-        return max(1, min(most, -(-left // (2 * len(self._pipes)))))
+        return max(1, min(most, -(-left // (4 * (len(self._pipes) + 1)))))
 
-    def _spread(self, work: Iterable[object], share: Callable[[int], int]) -> Iterator[Any]:
+    def _spread(
+        self,
+        work: Iterable[W],
+        own: Callable[[Sequence[W]], Iterable[T]],
+        share: Callable[[int], int],
+        mine: int,
+    ) -> Iterator[T]:
         """Yield the workers' answers.
 
-        Each worker is given some of the work whenever it is free.
+        The other workers are given some of the work whenever they have done some, and the calling process does what is
+        left.
 
         Args:
             work: What is to be done.
-            share: Returns how much of it a worker is given, when so much was given before.
+            own: Does some of it here.
+            share: Returns how much of it another worker is given, when so much was given before.
+            mine: How much of it is done here, before the others are looked after.
         """
-        rest, busy, given = iter(work), set[Connection](), 0
+        rest, given, unanswered, hungry = iter(work), 0, 0, set(self._pipes)
+
+        def take(count: int) -> list[W]:
+            nonlocal given
+            some = list(islice(rest, count))
+            given += len(some)
+            return some
 
         def give(pipe: Connection) -> None:
-            nonlocal given
-            if some := list(islice(rest, share(given))):
-                given += len(some)
-                self._send(pipe, some)
-                busy.add(pipe)
+            nonlocal unanswered
+            some = take(share(given))
+            self._send(pipe, some)
+            unanswered += bool(some)
+            if not some:  # which tells the worker that nothing more comes
+                hungry.remove(pipe)
 
+        # Each has one share ahead, so that it does not wait while this process is in the middle of a long training.
         for pipe in self._pipes:
             give(pipe)
-        while busy:
-            for pipe in [pipe for pipe in wait(list(busy)) if isinstance(pipe, Connection)]:
-                outcomes = self._receive(pipe)
-                busy.remove(pipe)
-                give(pipe)  # It goes on while the caller deals with what it has done.
-                yield from outcomes
+        some = take(mine)
+        for pipe in self._pipes:
+            if pipe in hungry:
+                give(pipe)
+        with job_code():  # around all of them, because to mark interrupts takes longer than a look whether they are
+            while some or unanswered:
+                if some:
+                    yield from own(some)
+                    some = take(mine)
+                for key, _ in self._ready.select(0 if some else None) if unanswered else ():
+                    answer, unanswered = self._receive(key.data), unanswered - 1
+                    if key.data in hungry:
+                        give(key.data)  # It goes on while the caller deals with what it has done.
+                    yield from answer
 
     def evaluate(self, vectors: Vectors) -> Counts:
         for pipe in self._pipes:
             self._send(pipe, vectors)
-        answers = [self._answer(pipe) for pipe in self._pipes]  # of all of them: the workers go on after a failure
+        own = evaluate(self._worker, vectors)
+        answers = [own, *map(self._answer, self._pipes)]  # of all of them: the workers go on after a failure
         return sum(map(succeeded, answers), Counts())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        limit_threads(self._threads_before)
         self._stop()
+
+    def _start(self, setup: Setup) -> None:
+        """Start the process of a worker."""
+        # The processes are forks of one that has only imported what they need: torch's threads would not survive a
+        # fork of this process, and each import of torch takes seconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "torch._dynamo"])  # which optimizers import when they are first used
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, setup, dict(os.environ)), daemon=True)
+        self._pipes.append(ours)
+        self._ready.register(ours, selectors.EVENT_READ, ours)
+        process.start()
+        self._processes.append(process)
+        theirs.close()
 
     def _send(self, pipe: Connection, message: object) -> None:
         try:
@@ -318,8 +321,8 @@ class Processes:
             raise self._ended(pipe) from error
 
     def _ended(self, pipe: Connection) -> Failure:
-        number = self._pipes.index(pipe)
-        process = self._processes[number]
+        number = self._pipes.index(pipe) + 1
+        process = self._processes[number - 1]
         process.join(_STOP_SECONDS)
         code = process.exitcode
         how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
@@ -358,10 +361,24 @@ def _serve(pipe: Connection, setup: Setup, environment: Mapping[str, str]) -> No
                     worker.begin(order)
                 case Vectors() as vectors:
                     _reply(pipe, evaluate(worker, vectors))
-                case [Own(), *_] as clients:
-                    _reply(pipe, evaluate_own(worker, clients))
-                case turns:
-                    _reply(pipe, worker.train(turns))
+                case share:
+                    while share:
+                        answer = evaluate_own(worker, share) if isinstance(share[0], Own) else worker.train(share)
+                        share = pipe.recv()  # before it answers: both ends would wait if both had much to send
+                        _reply(pipe, answer)
+
+
+def _by_arguments(kind: type[Turn | Outcome | UpdateRow]) -> None:
+    """Let pipes carry a frozen dataclass as a call of it.
+
+    By itself, it is read and written field by field, in Python: half of what a small client's message costs.
+    """
+    values = attrgetter(*(each.name for each in fields(kind)))
+    ForkingPickler.register(kind, lambda record: (kind, values(record)))
+
+
+for _kind in (Turn, Outcome, UpdateRow):
+    _by_arguments(_kind)
 
 
 def _reply(pipe: Connection, answer: object) -> None:

@@ -57,7 +57,7 @@ from fedring.simulation.checks import (
     make_folder,
 )
 from fedring.simulation.clock import TimedAnswer, VirtualRounds
-from fedring.simulation.engine import Engine, EvaluationFailed, InProcess, Processes
+from fedring.simulation.engine import Engine, EvaluationFailed, Local
 from fedring.simulation.groups import groups_of, groups_that_count, short_of
 from fedring.simulation.objects import LocalObjects
 from fedring.simulation.report import SimulationReport, following
@@ -244,7 +244,7 @@ def _engine(name: str, setup: Setup, workers: int) -> Engine:
         from fedring.simulation.ray_engine import Actors
 
         return Actors(setup, workers)
-    return InProcess(setup) if workers == 1 else Processes(setup, workers)
+    return Local(setup, workers)
 
 
 class _Run:

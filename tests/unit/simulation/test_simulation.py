@@ -209,7 +209,7 @@ def test_data_without_test_samples_are_told() -> None:
 
 @pytest.mark.programs
 def test_a_worker_that_dies_ends_the_simulation_with_one_sentence() -> None:
-    with pytest.raises(Failure, match=r"worker [01] of the simulation ended with exit code 3"):
+    with pytest.raises(Failure, match=r"worker 1 of the simulation ended with exit code 3"):
         simulate({**JOB, "trainer": f"{HERE}:dies"}, clients=6, workers=2)
     assert multiprocessing.active_children() == []
 

@@ -12,7 +12,7 @@ from fedring.server.round.events import RoundRules
 from fedring.simulation import simulate
 from fedring.simulation.buffers import VirtualBuffers
 from fedring.simulation.clock import TimedAnswer
-from fedring.simulation.engine import InProcess
+from fedring.simulation.engine import Local
 from fedring.simulation.timing import Availability, Pace
 from fedring.simulation.worker import Order, Outcome, Turn
 from fedring.train.jobs.asynchronous_table import Asynchronous
@@ -98,15 +98,15 @@ def test_with_equal_speeds_and_a_buffer_for_all_it_is_the_synchronous_job() -> N
 
 def test_samples_are_charged_also_if_the_answer_comes_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     spent: dict[int, list[SampledSteps]] = {}
-    train = InProcess.train
+    train = Local.train
 
-    def noted(self: InProcess, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
+    def noted(self: Local, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
         for outcome in train(self, order, turns):
             if outcome.spent is not None:
                 spent.setdefault(outcome.client, []).append(outcome.spent)
             yield outcome
 
-    monkeypatch.setattr(InProcess, "train", noted)
+    monkeypatch.setattr(Local, "train", noted)
     table = {"asynchronous": {"concurrency": 6, "buffer": 2}, "sample_dp": {"noise_multiplier": 1.0}}
     report = simulate({**JOB, "rounds": 3, "encoding": "fp32", **table}, clients=6, timing=SPEEDS, workers=1)
     assert sum(map(len, spent.values())) > report["updates"]
