@@ -13,6 +13,11 @@ with one and two workers, and the batched one. All compute with one thread in ea
 by the clock, and clients a second of a process' own processor time for what runs in one process, since other programs
 disturb these less. `--size cnn` has 1,199,882 parameters and one epoch of 100 samples in batches of 20.
 
+    python -m tests.bench.simulation --workers 2 [--size cnn]
+
+compares one worker, so many, and so many simulations of one worker at once, which share nothing but the machine: no
+number of workers can be faster than these.
+
     python -m tests.bench.simulation --large
 
 simulates 10,000 clients instead, of which 100 are drawn for each of 100 rounds, with Dirichlet 0.1 and `uniform`.
@@ -20,6 +25,7 @@ simulates 10,000 clients instead, of which 100 are drawn for each of 100 rounds,
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import time
@@ -105,12 +111,16 @@ def measure_pfl(python: str, size: str, clients: int, rounds: int) -> dict[str, 
     return {"by_clock": round(total / line["seconds"], 1), "by_processor": round(total / line["processor"], 1)}
 
 
-def measure_engine(job: dict[str, Any], clients: int, engine: str, workers: int) -> dict[str, Any]:
-    """Simulate, and return the clients a second of all rounds but the first one."""
+def measure_engine(
+    job: dict[str, Any], clients: int, engine: str, workers: int, begin: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
+    """Simulate, and return the clients a second of all rounds but the first one, after which it calls `begin`."""
     marks: list[tuple[float, float]] = []
 
     def show(share: float, row: dict[str, Any] | None) -> None:
         if row is not None and ((row["round"] == 1 and not marks) or share == 1.0):
+            if not marks:
+                begin()
             marks.append((time.perf_counter(), time.process_time()))
 
     simulate(job, clients=clients, workers=workers, threads=1, engine=engine, show=show)
@@ -145,6 +155,48 @@ def beside_pfl(size: str, rounds: int, turns: int) -> dict[str, Any]:
         "exact 2/1 workers by_clock": ratio("exact, 2 workers", "exact", "by_clock"),
         "batched/pfl by_processor": ratio("batched", "pfl", "by_processor"),
         "batched 2 workers/pfl by_clock": ratio("batched, 2 workers", "pfl", "by_clock"),
+        "measurements": results,
+    }
+
+
+def measure_apart(job: dict[str, Any], clients: int, count: int) -> dict[str, Any]:
+    """Run so many simulations of one worker at once, and return their clients a second together."""
+    context = multiprocessing.get_context("spawn")
+    rates, begin = context.SimpleQueue(), context.Barrier(count)
+    processes = [context.Process(target=_tell_rate, args=(rates, begin, job, clients)) for _ in range(count)]
+    for process in processes:
+        process.start()
+    total = sum(rates.get() for _ in processes)
+    for process in processes:
+        process.join()
+    return {"by_clock": round(total, 1)}
+
+
+def _tell_rate(rates: Any, begin: Any, job: dict[str, Any], clients: int) -> None:
+    rates.put(measure_engine(job, clients, "local", 1, begin.wait)["by_clock"])
+
+
+def beside_limit(size: str, rounds: int, turns: int, workers: int) -> dict[str, Any]:
+    """Compare several workers with one, and with as many simulations at once, by turns. The ratios are medians."""
+    work, clients = SIZES[size]
+    job = {**work, "rounds": rounds + 1, "min_clients": clients}
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "one": lambda: measure_engine(job, clients, "local", 1),
+        "workers": lambda: measure_engine(job, clients, "local", workers),
+        "limit": lambda: measure_apart(job, clients, workers),
+    }
+    results = {name: [row["by_clock"] for row in rows] for name, rows in alternate(ways, turns).items()}
+    pairs = [("workers", "one"), ("limit", "one"), ("workers", "limit")]
+    ratios = {
+        f"{first}/{second}": [one / other for one, other in zip(results[first], results[second], strict=True)]
+        for first, second in pairs
+    }
+    return {
+        "size": size,
+        "clients": clients,
+        "workers": workers,
+        "rates": {name: median(rows) for name, rows in results.items()},
+        **{name: round(median(rows), 2) for name, rows in ratios.items()},
         "measurements": results,
     }
 
@@ -188,10 +240,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="measurements of each, of which the median counts")
     parser.add_argument("--pfl", action="store_true", help="compare with pfl, which is installed in a cache folder")
     parser.add_argument("--size", choices=sorted(SIZES), default="tiny", help="of the work beside a peer")
+    parser.add_argument(
+        "--workers", type=int, help="compare so many workers with one, and with what the machine can do"
+    )
     parser.add_argument("--large", action="store_true", help="simulate 10,000 clients instead")
     options = parser.parse_args()
     if options.large:
         return print_line(measure(LARGE, 10_000, 100))
+    if options.workers:
+        return print_line(beside_limit(options.size, options.rounds, options.turns, options.workers))
     if options.pfl:
         return print_line(beside_pfl(options.size, options.rounds, options.turns))
     work, usual = SIZES[options.size]
