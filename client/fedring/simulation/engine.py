@@ -16,6 +16,7 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
 from typing import Any, Protocol, Self, TypeVar
@@ -177,7 +178,7 @@ class Local:
     def __init__(self, setup: Setup, workers: int) -> None:
         self._threads_before = torch.get_num_threads()
         self._pipes: list[Connection] = []
-        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._processes: list[BaseProcess] = []
         self._ready = selectors.DefaultSelector()
         try:
             for number in range(1, workers):
@@ -329,6 +330,7 @@ class Local:
         return Failure(f"worker {number} of the simulation ended {how}: is there enough memory for all workers?")
 
     def _stop(self) -> None:
+        self._ready.close()
         for pipe in self._pipes:
             pipe.close()  # which ends the worker, as soon as it has done what it was given
         for process in self._processes:
