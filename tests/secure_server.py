@@ -118,7 +118,7 @@ class SecureServer(
         secure = wire.SecureRound(scales=np.full(count, STEP, "<f4").tobytes(), block=BLOCK, levels=LEVELS)
         given: dict[str, Any] = {"run_id": RUN, "job_round": 1, "model_version": 1, "deadline_seconds": 600.0}
         given |= {"epochs": 1, "batch_size": 8, "lr": 0.1, "seed": round_, "max_update_bytes": 1 << 30}
-        given |= {"job": pb.JobSpec(mode="federated", rounds=9, min_results=3, secure_aggregation="{}")}
+        given |= {"job": pb.JobSpec(mode="federated", rounds=9, min_results=3, secure_aggregation='{"block": 16}')}
         given |= {"encoding": pb.Encoding(name="masked"), "model_digest": header.model_digest, "secure": secure}
         given |= {"model": pb.SmallModel(header=header, payload=payload)} | fields
         return pb.TrainCmd(round=round_, schema_hash=schema.hash, **given)

@@ -38,7 +38,7 @@ def command_of(*, round_: int = 1, epoch: int = 0, run: str = "run", **secure: o
         round=round_,
         model_digest="digest",
         deadline_seconds=600.0,
-        job=pb.JobSpec(mode="federated", min_results=3, secure_aggregation="{}"),
+        job=pb.JobSpec(mode="federated", min_results=3, secure_aggregation='{"block": 16}'),
         secure=wire.SecureRound(**given),  # type: ignore[arg-type]  # the test knows the fields
     )
 

@@ -103,7 +103,9 @@ EVASIONS: dict[str, dict[str, Any]] = {
     "only the round": {},
     "a larger learning rate": {"lr": TASK["lr"] * (1 + 1e-7)},
     "another seed": {"seed": 8},
-    "another job": {"job": pb.JobSpec(mode="federated", job_id=2, rounds=9, min_results=3, secure_aggregation="{}")},
+    "another job": {
+        "job": pb.JobSpec(mode="federated", job_id=2, rounds=9, min_results=3, secure_aggregation='{"block": 16}')
+    },
     "other steps": {"batch_size": 9},
 }
 

@@ -104,7 +104,7 @@ def overflowing() -> nn.Module:
 
 def job(number: int = 1, **fields: Any) -> pb.JobSpec:
     given: dict[str, Any] = {"mode": "federated", "rounds": 9, "min_results": 3, "job_id": number, "model_args": "{}"}
-    given |= {"secure_aggregation": "{}", "loss": "fedring.train.losses:cross_entropy"}
+    given |= {"secure_aggregation": f'{{"block": {BLOCK}}}', "loss": "fedring.train.losses:cross_entropy"}
     given |= {"optimizer": "fedring.train.optimizers:sgd"} | fields
     return pb.JobSpec(**given)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from fedring.client.policy.ledger import Ledger
-from fedring.client.policy.promises import dp_of, is_covered, promises_of, sample_dp_of
+from fedring.client.policy.promises import dp_of, is_covered, promises_of, sample_dp_of, secure_of
 from fedring.codec.digest import is_blake3, is_name
 from fedring.daemon.config import ConfigError
 from fedring.privacy.account import NoAccountant, check_accountant
@@ -169,6 +169,8 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, *, update:
     # Nor does a promise that the command does not keep: sites may have approved the job for its masks.
     if job.secure_aggregation and not _has_masks(command):
         return "the job has secure_aggregation, and the server asks for an update without masks"
+    if why := _other_levels(command):
+        return why
     if not policy.demands:
         return ""
     if command.HasField("secure") and is_name(command.model_digest) and not is_blake3(command.model_digest):
@@ -260,6 +262,26 @@ def coverage(policy: SitePolicy) -> Iterator[str]:
 
 def _has_masks(command: pb.TrainCmd) -> bool:
     return command.HasField("secure") and command.job.mode == "federated"
+
+
+def _other_levels(command: pb.TrainCmd) -> str:
+    """Return why masked sums differ from those of their job, or nothing.
+
+    Signed jobs have theirs compared with all that follows from the job. Cards and people read the job's table only.
+    """
+    table = secure_of(command.job)
+    if table is None or command.job.dp:  # with the clients' noise, the round has none of these settings
+        return ""
+    told = {"levels": command.secure.levels, "block": command.secure.block}
+    for key, value in told.items():
+        if value != (wanted := getattr(table, key)):
+            return f"the job has secure_aggregation.{key} = {wanted}, and the server's command has {value}"
+    if command.secure.max_weight > table.max_weight:
+        return (
+            f"the job has secure_aggregation.max_weight = {table.max_weight}, and the server's command has "
+            f"{command.secure.max_weight}"
+        )
+    return ""
 
 
 def _weak_for_samples(policy: SitePolicy, sample: SamplePrivacy | None) -> str:

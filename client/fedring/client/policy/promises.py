@@ -6,6 +6,7 @@ from pydantic import BaseModel, ValidationError
 
 from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.train.jobs.sample_privacy_table import SamplePrivacy
+from fedring.train.jobs.secure_table import SecureAggregation
 from fedring.v1 import federation_pb2 as pb
 
 Table = TypeVar("Table", bound=BaseModel)
@@ -25,6 +26,14 @@ def sample_dp_of(job: pb.JobSpec) -> SamplePrivacy | None:
     None also stands for noise that this program does not understand.
     """
     return _table(SamplePrivacy, job.sample_dp)
+
+
+def secure_of(job: pb.JobSpec) -> SecureAggregation | None:
+    """Return the sums that a job promises to open only, or None.
+
+    None also stands for a table that this program does not understand.
+    """
+    return _table(SecureAggregation, job.secure_aggregation)
 
 
 def promises_of(job: pb.JobSpec) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def command(**fields: object) -> pb.TrainCmd:
         "epoch": 1,
         "round": 4,
         "job_round": 2,
-        "job": pb.JobSpec(job_id=3, name="job", mode="federated", secure_aggregation="{}"),
+        "job": pb.JobSpec(job_id=3, name="job", mode="federated", secure_aggregation='{"block": 16}'),
         "model_version": 5,
         "model_digest": "digest",
         "lr": 0.5,
@@ -68,7 +68,7 @@ def test_any_other_task_gives_other_bytes() -> None:
         command(epochs=2),
         command(residual_after=1),
         command(secure=wire.SecureRound(scales=bytes(4), block=16, levels=8)),
-        command(job=pb.JobSpec(mode="federated", secure_aggregation="{}", min_results=3)),
+        command(job=pb.JobSpec(mode="federated", secure_aggregation='{"block": 16}', min_results=3)),
     ]
     found = {derive(each) for each in (command(), *others)}
     found |= {derive(command(), "dither"), derive(command(), secret=bytes(32))}
@@ -80,7 +80,7 @@ def test_the_same_task_gives_the_same_bytes_whoever_asks() -> None:
         command(run_id="another", epoch=2),
         command(model_version=9, max_update_bytes=1, deadline_seconds=2.0, traceparent="00-1"),
         command(model=pb.SmallModel(payload=b"x"), residual_after_epoch=3),
-        command(job=pb.JobSpec(job_id=8, name="again", mode="federated", secure_aggregation="{}")),
+        command(job=pb.JobSpec(job_id=8, name="again", mode="federated", secure_aggregation='{"block": 16}')),
     ]
     assert {derive(each) for each in same} == {derive(command())}
 

@@ -205,6 +205,19 @@ def test_any_site_refuses_a_command_without_the_masks_that_its_job_promises(tmp_
         assert "asks for an update without masks" in refusal(policy, ledger, command)
 
 
+@pytest.mark.parametrize(("key", "told"), [("levels", 32767), ("block", 8192), ("max_weight", 1001)])
+def test_any_site_refuses_other_levels_than_those_of_the_table_that_it_may_have_approved(
+    tmp_path: Path, key: str, told: int
+) -> None:
+    policy, ledger = SitePolicy.model_validate({}), Ledger(tmp_path)
+    other: dict[str, Any] = {key: told}
+    assert refusal(policy, ledger, command_of(max_weight=1000)) == ""
+    assert f"and the server's command has {told}" in refusal(policy, ledger, command_of(**other))
+    own_noise = command_of(clip=1.0, levels=0, block=0)
+    own_noise.job.dp = '{"noise_multiplier": 1.0, "noise_by": "clients", "adaptive": false}'
+    assert refusal(policy, ledger, own_noise) == ""  # its integers follow from the table [dp]
+
+
 def test_a_client_tells_its_fingerprint(
     tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
