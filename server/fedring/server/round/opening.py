@@ -76,7 +76,8 @@ class RoundOpener:
         settings, failure = await self._settings(job)
         wanted = RoundRow(0, job.row.job_id, job_round, Phase.WAITING, time.time(), base.version, settings=settings)
         row = await facts.db(facts.store.rounds.create, wanted)
-        return await self._wait_for_clients(row, job, base, small, failure=failure)
+        # There is a row now: another attempt from the start would leave it behind, and a restart would go on with it.
+        return await facts.keep(self._wait_for_clients, row, job, base, small, failure=failure)
 
     async def resume(self, row: RoundRow, job: RunningJob) -> OpenRound:
         """Go on with a round that a restart interrupted.

@@ -231,7 +231,12 @@ class FileBlobs:
         return sorted(path.name for path in self._partial.iterdir())
 
     def drop_partials(self, prefix: str) -> None:
-        for name in self.partials():
+        try:
+            names = self.partials()
+        except OSError as error:  # as with those that it does not remove, the next start does
+            log.warning("%s cannot be listed: %s", self._partial, error.strerror)
+            return
+        for name in names:
             if name.startswith(prefix):
                 _remove(self._partial / name)
 
@@ -257,10 +262,13 @@ class FileBlobs:
 
     def forget_unnamed(self, seconds: float) -> None:
         limit = time.time() - seconds
-        for path in self._unnamed.iterdir() if self._unnamed.exists() else ():
-            with suppress(FileNotFoundError):  # people look at what was put aside, and may take it, or add folders
-                if path.is_file() and path.stat().st_mtime <= limit:
-                    _remove(path)
+        try:
+            for path in self._unnamed.iterdir() if self._unnamed.exists() else ():
+                with suppress(FileNotFoundError):  # people look at what was put aside, and may take it, or add folders
+                    if path.is_file() and path.stat().st_mtime <= limit:
+                        _remove(path)
+        except OSError as error:
+            raise storage_error(error) from error
 
     def probe(self, size: int) -> None:
         path = self._partial / "probe"

@@ -23,7 +23,7 @@ from fedring.server.service import upload_calls
 from fedring.server.sessions.sessions import Session
 from fedring.server.state.blobs import FilePartial
 from fedring.server.state.failures import StorageFailed
-from fedring.server.state.rows import LastAccepted
+from fedring.server.state.rows import JobRow, LastAccepted
 from fedring.server.state.sql.store import Store
 from fedring.server.update.admission import check_payload
 from fedring.v1 import federation_pb2 as pb
@@ -97,6 +97,30 @@ async def test_a_store_that_fails_for_a_moment_ends_neither_the_server_nor_a_job
         await host.facts.storage.fails.wait()
         host.facts.storage.mend()
     assert await host.ended(job.job_id) == state
+
+
+async def test_a_store_that_fails_while_a_round_is_opened_leaves_no_second_one(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart would go on with the first of the two, and forget what the other one had accepted."""
+    whole, refused = host.store.jobs.get, list[int]()
+
+    def fail_once(job_id: int) -> JobRow | None:
+        if not refused and host.store.rounds.unended():
+            refused.append(job_id)
+            raise StorageFailed("disk_error", "database is locked")
+        return whole(job_id)
+
+    monkeypatch.setattr(host.store.jobs, "get", fail_once)
+    session = host.join("a")
+    job, _ = await host.jobs.start(spec(rounds=1), "")
+    await host.facts.storage.fails.wait()
+    host.facts.storage.mend()
+    command = await host.command(session)
+    assert [row.round for row in host.store.rounds.unended()] == [command.round]
+    assert not await host.offer(host.update(command, "a"))
+    assert await host.ended(job.job_id) == "completed"
+    assert refused == [job.job_id]
 
 
 async def test_small_updates_wait_for_each_other_and_share_a_commit(

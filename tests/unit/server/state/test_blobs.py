@@ -249,6 +249,26 @@ def test_what_a_disk_does_not_remove_is_left_to_the_next_start(
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} & {digest, old, "begun", "7-a"} == set()
 
 
+def test_folders_that_a_disk_does_not_list_are_left_to_later(
+    files: FileBlobs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sealed(files, b"orphan")
+    files.sweep(())
+    files.open_partial("7-a").close()
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", refuse)
+        files.drop_partials("7-")
+        with pytest.raises(StorageFailed) as caught:
+            files.forget_unnamed(-1.0)
+    assert caught.value.reason == "disk_error"
+    assert "cannot be listed: Input/output error" in caplog.text
+    assert files.partials() == ["7-a"]
+
+
 def test_a_sweep_that_the_disk_refuses_is_told_as_its_failure(
     files: FileBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
