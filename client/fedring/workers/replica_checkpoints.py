@@ -15,6 +15,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,13 +122,14 @@ class ReplicaCheckpoints:
             crashpoint("worker_checkpoint_written")
             part.rename(self._path(step))
             sync(self.folder)
+            size = self._path(step).stat().st_size
+            for old in self._written()[KEPT:]:
+                self._path(old).unlink()
         except (OSError, SafetensorError) as error:
             log.error("the checkpoint of step %d was not written: %s", step, error)
-            part.unlink(missing_ok=True)
+            with suppress(OSError):  # a disk that the system has made read-only removes nothing, either
+                part.unlink(missing_ok=True)
             return
-        for old in self._written()[KEPT:]:
-            self._path(old).unlink()
-        size = self._path(step).stat().st_size
         self.bytes_written += size
         self.seconds += time.perf_counter() - began
         log.debug("the checkpoint of step %d has %d bytes", step, size, extra={"step": step})

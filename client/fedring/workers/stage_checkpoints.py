@@ -13,7 +13,9 @@ When a group forms, its workers tell each other which files they have. They cont
 stages are there, and every file goes to those who should have it.
 """
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -24,6 +26,9 @@ import torch.distributed as dist
 from fedring.daemon.durable import delete, make_folder
 from fedring.train.errors import TrainError
 from fedring.workers.exchange import exchange_files, gather_integers
+from fedring.workers.state_file import TensorFile
+
+log = logging.getLogger(__name__)
 
 
 class Checkpoint(NamedTuple):
@@ -97,7 +102,7 @@ class StageCheckpoints:
 
     Args:
         root: The folder for all jobs.
-        job: Names the job. Files of other jobs are deleted.
+        job: Names the job. Files of other jobs are deleted, as are damaged ones.
         max_file_bytes: A larger file of a peer is refused.
     """
 
@@ -111,10 +116,28 @@ class StageCheckpoints:
         make_folder(self._folder)
         for part in self._folder.glob("*.part"):  # It was being written when the process was killed.
             part.unlink()
+        for file in self.held():
+            with suppress(TrainError):
+                self.check(*file)
 
     def path(self, checkpoint: Checkpoint, stage: int) -> Path:
         """Return the file of a stage."""
         return self._folder / f"{checkpoint.step}.{checkpoint.group}.{stage}.safetensors"
+
+    def check(self, checkpoint: Checkpoint, stage: int) -> None:
+        """Return if the file of a stage holds what was written to it; delete it if not.
+
+        Raises:
+            TrainError: With the reason bad_checkpoint, if it was deleted.
+        """
+        path = self.path(checkpoint, stage)
+        try:
+            with TensorFile(path) as file:
+                file.check()
+        except (TrainError, OSError) as error:
+            log.warning("the checkpoint %s is deleted: %s", path, error)
+            delete(path)
+            raise TrainError("bad_checkpoint", f"The checkpoint {path} was damaged, and deleted: {error}") from error
 
     def held(self) -> Held:
         """Return which complete files there are."""
@@ -198,6 +221,7 @@ def recover(folder: StageCheckpoints, layout: Layout) -> Checkpoint | None:
     for stage, source, target in missing(everyone, layout, checkpoint):
         path = folder.path(checkpoint, stage)
         if rank == source:
+            folder.check(checkpoint, stage)  # the other one would find the same damage, again in each round
             exchange_files((path, target), None)
         elif rank == target:
             exchange_files(None, (path, source), limit=folder.max_file_bytes)

@@ -152,9 +152,10 @@ class StageState:
             values: Whether to take the parameters and the buffers, too, or the optimizer's state only.
 
         Raises:
-            TrainError: With the reason bad_checkpoint, if the file does not fit the stage.
+            TrainError: With the reason bad_checkpoint, if the file is damaged, or does not fit the stage.
         """
         with TensorFile(path) as file:
+            file.check()
             if values:
                 for name, tensor in self.tensors.items():
                     file.read_into(_MODEL + name, tensor)

@@ -4,6 +4,8 @@ They are written and read one tensor after the other.
 
 The library of safetensors maps a whole file into memory, or takes the bytes of all tensors at once. Here, a tensor on
 the CPU is written from its own memory and read into it, so that a file of any size takes no memory.
+
+A text in the header is the BLAKE3 of the whole file, with zeros in the digest's place.
 """
 
 import json
@@ -17,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from fedring.daemon.durable import sync
@@ -28,7 +31,9 @@ _MAX_HEADER_BYTES = 64 << 20
 PIECE = 1 << 16
 """Values that are checked or sent at a time."""
 
-_METADATA = "__metadata__"
+_METADATA, _DIGEST = "__metadata__", "blake3"
+_NO_DIGEST = "0" * 64
+_STEP = 1 << 20  # bytes that are read at a time for the digest
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -67,13 +72,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     Raises:
         TrainError: With the reason bad_checkpoint, if a tensor's dtype cannot be stored, or disk_failed.
     """
-    part = path.with_name(path.name + ".part")
+    part, header = path.with_name(path.name + ".part"), _header(tensors, {_DIGEST: _NO_DIGEST, **metadata})
+    digest = blake3(header)
     with on_disk(part), part.open("wb", buffering=0) as file:
-        file.write(_header(tensors, metadata))
+        file.write(header)
         for tensor in tensors.values():
             left = _bytes_of(tensor.detach().cpu().contiguous())
+            digest.update(left)
             while left:
                 left = left[file.write(left) :]
+        os.pwrite(file.fileno(), digest.hexdigest().encode(), header.index(_NO_DIGEST.encode()))
         # The values must be on the disk before the rename is, or a power loss could leave the name without them.
         os.fsync(file.fileno())
     part.replace(path)
@@ -108,6 +116,26 @@ class TensorFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._file.close()
+
+    def check(self) -> None:
+        """Return if the file holds what was written to it.
+
+        One without a digest, which fedring 1.0.0 has written, is taken for sound.
+
+        Raises:
+            TrainError: With the reason bad_checkpoint, if not.
+            OSError: If it cannot be read.
+        """
+        if not self._digest:
+            return
+        header = os.pread(self._file.fileno(), self._begin, 0)
+        found = blake3(header.replace(self._digest.encode(), _NO_DIGEST.encode(), 1))
+        offset = self._begin
+        while data := os.pread(self._file.fileno(), _STEP, offset):
+            found.update(data)
+            offset += len(data)
+        if found.hexdigest() != self._digest:
+            raise self._bad("it does not hold what was written to it")
 
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Fill a tensor, of any device, with the values of the file.
@@ -145,7 +173,8 @@ class TensorFile:
             raise ValueError(f"a length of {length} bytes")
         rows: dict[str, Any] = parse_json(os.pread(fd, length, _LENGTH.size))
         metadata = {str(key): str(value) for key, value in rows.pop(_METADATA, {}).items()}
-        tensors, at = {}, _LENGTH.size + length
+        self._digest, self._begin = metadata.pop(_DIGEST, ""), _LENGTH.size + length
+        tensors, at = {}, self._begin
         for name, row in rows.items():
             tensors[name] = _stored(row, at, _LENGTH.size + length)
             at += tensors[name].size

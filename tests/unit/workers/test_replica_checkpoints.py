@@ -140,6 +140,21 @@ def test_training_goes_on_if_the_disk_is_full(
     assert [path.name for path in folder.folder.iterdir()] == ["step-5.safetensors"]
 
 
+def test_a_disk_that_refuses_even_to_remove_what_was_begun_costs_only_the_checkpoint(
+    folder: ReplicaCheckpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.write(5, CONTENT)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(replica_checkpoints, "sync", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    folder.write(10, CONTENT)
+    assert "the checkpoint of step 10 was not written: [Errno 30] Read-only file system" in caplog.text
+    assert folder.read(5)
+
+
 def test_nothing_is_unpickled(folder: ReplicaCheckpoints) -> None:
     folder.write(5, CONTENT)
     assert len(load_file(folder.folder / "step-5.safetensors")) == len(CONTENT["tensors"])

@@ -1,5 +1,6 @@
 """Checkpoints of a pipeline: who keeps which files, and which checkpoint a group continues from."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_a_folder_knows_what_is_complete_and_forgets_other_jobs(tmp_path: Path) 
     (tmp_path / "checkpoints" / "step-5.safetensors").touch()  # of a data-parallel job
     files = held((10, 0), (10, 1), (20, 0))
     for file in files:
-        folder.path(*file).touch()
+        write_tensors(folder.path(*file), {}, {})
     old, new = Checkpoint(10, 7), Checkpoint(20, 7)
     folder.path(new, 1).with_name("20.7.1.safetensors.part").touch()
     assert folder.held() == files
@@ -85,6 +86,28 @@ def test_a_folder_knows_what_is_complete_and_forgets_other_jobs(tmp_path: Path) 
     assert again.steps == 20
     StageCheckpoints(tmp_path / "checkpoints", "job-b", max_file_bytes=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["job-b"]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:-2] + b"\1" + data[-1:]]
+)
+def test_a_damaged_file_is_no_part_of_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+) -> None:
+    folder = StageCheckpoints(tmp_path, "job", max_file_bytes=1)
+    files = held((10, 0), (10, 1))
+    for file in files:
+        write_tensors(folder.path(*file), {"weight": torch.zeros(3)}, {})
+    path = folder.path(Checkpoint(10, 7), 1)
+    damaged = damage(path.read_bytes())
+    path.write_bytes(damaged)
+    assert StageCheckpoints(tmp_path, "job", max_file_bytes=1).held() == held((10, 0))
+    assert "10.7.1.safetensors is deleted" in caplog.text
+    path.write_bytes(damaged)
+    with pytest.raises(TrainError, match="was damaged, and deleted") as caught:
+        folder.check(Checkpoint(10, 7), 1)
+    assert (caught.value.reason, folder.held()) == ("bad_checkpoint", held((10, 0)))
+    folder.check(Checkpoint(10, 7), 0)
 
 
 class Normed(nn.Sequential):
@@ -115,6 +138,19 @@ def test_a_stage_has_room_for_its_own_tensors_only() -> None:
     assert set(state.tensors) == {name for name, stage in model.stage_of.items() if stage == 1}
     assert not any(tensor.is_meta for tensor in state.module.state_dict().values())
     assert all(tensor.is_meta for tensor in model.stages[1].state_dict().values())
+
+
+def test_a_stage_takes_nothing_from_a_damaged_file(tmp_path: Path) -> None:
+    filled(1).save(tmp_path / "file", FACTS)
+    data = bytearray((tmp_path / "file").read_bytes())
+    data[-1] ^= 1  # the value stays finite
+    (tmp_path / "file").write_bytes(data)
+    other = filled(1)
+    before = {name: tensor.clone() for name, tensor in other.tensors.items()}
+    with pytest.raises(TrainError, match="does not hold what was written to it") as caught:
+        other.load(tmp_path / "file")
+    assert caught.value.reason == "bad_checkpoint"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.tensors.items())
 
 
 def test_a_stage_and_its_optimizer_come_back_from_a_file(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 import json
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedring.train.errors import TrainError
@@ -36,6 +37,31 @@ def test_a_file_gives_back_its_tensors_and_is_a_safetensors_file(path: Path) -> 
             assert torch.equal(tensor, expected)
     assert torch.equal(load_file(path)["weight"], TENSORS["weight"])
     assert [entry.name for entry in path.parent.iterdir()] == ["file"]
+
+
+def test_a_flipped_bit_in_any_byte_is_noticed(path: Path) -> None:
+    whole, missed = path.read_bytes(), list[bytes]()
+    for place in range(len(whole)):
+        data = bytearray(whole)
+        data[place] ^= 1 << place % 8
+        path.write_bytes(data)
+        with suppress(TrainError), TensorFile(path) as file:
+            file.check()
+            missed.append(bytes(data))
+    # Only the digest's name may be another one: then it is a text like others.
+    assert all(b'"blake3":' not in data for data in missed)
+    path.write_bytes(whole)
+    with TensorFile(path) as file:
+        file.check()
+
+
+def test_a_file_of_1_0_0_which_has_no_digest_can_be_read(path: Path) -> None:
+    save_file({"weight": torch.ones(2)}, path, metadata={"step": "3"})
+    tensor = torch.zeros(2)
+    with TensorFile(path) as file:
+        file.check()
+        file.read_into("weight", tensor)
+    assert torch.equal(tensor, torch.ones(2))
 
 
 def test_a_tensor_that_is_not_contiguous_is_filled_too(path: Path) -> None:
