@@ -11,6 +11,7 @@ from fedring.codec.schema import Entry, Schema
 from fedring.workers.assembly import agree_on_digest, assemble
 from fedring.workers.exchange import exchange_files, gather_integers
 from fedring.workers.stage_checkpoints import Checkpoint, Layout, StageCheckpoints, recover, share_copies
+from fedring.workers.state_file import write_tensors
 from tests.system.ring_scripts import ranks
 
 SIZES = (1, 700_000, 1 << 20)
@@ -51,15 +52,19 @@ def test_files_go_around_and_one_that_is_too_large_is_refused(tmp_path: Path) ->
     assert "rank 0 sends 1 bytes, which must be 1 to 0" in results[1]["text"]
 
 
+def write_stage(path: Path, rank: int) -> None:
+    write_tensors(path, {"x": torch.frombuffer(bytearray(content(rank)), dtype=torch.uint8)}, {})
+
+
 def lose_and_recover(root: Path, rank: int, size: int) -> dict[str, Any]:
     """Make two checkpoints, of which the second is incomplete, and lose the folder of rank 1.
 
     Rank 2 has a file of each step that another group has written.
     """
     layout = Layout(size, size)
-    folder = StageCheckpoints(root / str(rank), "job", max_file_bytes=1 << 20)
-    checkpoint = Checkpoint(10, 7)
-    folder.path(checkpoint, rank).write_bytes(content(rank))
+    folder = StageCheckpoints(root / str(rank), "job", max_file_bytes=1 << 21)
+    checkpoint, alike = Checkpoint(10, 7), root / f"{rank}.alike"
+    write_stage(folder.path(checkpoint, rank), rank)
     share_copies(folder, layout, checkpoint)
     kept = sorted(folder.held())
     if rank == 0:
@@ -70,7 +75,10 @@ def lose_and_recover(root: Path, rank: int, size: int) -> dict[str, Any]:
     if rank == 2:
         folder.path(Checkpoint(20, 8), 2).write_bytes(b"of another group")
     found = recover(folder, layout)
-    contents = [folder.path(checkpoint, stage).read_bytes() == content(stage) for _, stage in sorted(folder.held())]
+    contents = []
+    for _, stage in sorted(folder.held()):
+        write_stage(alike, stage)
+        contents.append(folder.path(checkpoint, stage).read_bytes() == alike.read_bytes())
     return {"kept": kept, "found": found, "held": sorted(folder.held()), "contents": contents}
 
 

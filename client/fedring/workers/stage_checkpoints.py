@@ -125,7 +125,7 @@ class StageCheckpoints:
         return self._folder / f"{checkpoint.step}.{checkpoint.group}.{stage}.safetensors"
 
     def check(self, checkpoint: Checkpoint, stage: int) -> None:
-        """Return if the file of a stage holds what was written to it; delete it if not.
+        """Delete a stage's file if it is damaged, and say so.
 
         Raises:
             TrainError: With the reason bad_checkpoint, if it was deleted.

@@ -118,7 +118,7 @@ class TensorFile:
         self._file.close()
 
     def check(self) -> None:
-        """Return if the file holds what was written to it.
+        """Compare the file with its digest.
 
         One without a digest, which fedring 1.0.0 has written, is taken for sound.
 
