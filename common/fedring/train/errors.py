@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fedring.job_code import OwnError
+from fedring.job_code import OwnError, job_code
 
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
@@ -78,7 +78,8 @@ def failure_detail(error: BaseException) -> str:
     if isinstance(error, OwnError):
         return str(error)
     try:
-        return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        with job_code():
+            return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     except Exception as other:  # noqa: BLE001  # as said
         return f"{type(error).__name__}, whose text cannot be told ({type(other).__name__})"
 

@@ -1,5 +1,7 @@
 """Errors in words: fedring's own, and those of a job's code."""
 
+import sys
+
 import pytest
 
 from fedring.client.errors import RoundOver, UpdateRefused
@@ -36,5 +38,13 @@ class Silent(Exception):
         raise RuntimeError("no text")
 
 
+class Leaving(Exception):
+    """An error that ends the program when it is asked what it is."""
+
+    def __str__(self) -> str:
+        sys.exit(3)
+
+
 def test_an_error_that_fails_to_say_its_text_is_told_by_its_type() -> None:
     assert failure_detail(Silent()) == "Silent, whose text cannot be told (RuntimeError)"
+    assert failure_detail(Leaving()) == "Leaving, whose text cannot be told (CodeEnded)"

@@ -181,12 +181,14 @@ class SecureAggregationClient:
 
     async def _begin(self, command: pb.TrainCmd) -> None:
         name = name_of(command)
-        if not command.HasField("secure") or await asyncio.to_thread(lambda: self._turns_down(command)):
+        if not command.HasField("secure"):
             if self._participant and self._participant.name != name:
                 self._stop_sending()
                 self._participant = None
             await asyncio.to_thread(lambda: self._state.finish_others(name))
             return
+        if await asyncio.to_thread(lambda: self._turns_down(command)):
+            return  # What is refused ends no other round.
         self._participants.check_not_over(name)
         participant = self._participant
         if participant is None or participant.name != name or participant.task != task_digest(command):
