@@ -245,7 +245,7 @@ class Federation:
             task.fail("disk_failed", f"OSError: {error}")
             return False
         task.permit = self._consent.permit
-        spent = self._spool.ledger.epsilons(task.command, self.config.privacy.delta) if self.config.audit.chain else {}
+        spent = self._spool.ledger.epsilons(task.command, self.config.privacy.delta) if self._spool.audit.on else {}
         self._note("trains", task.command, card=self._consent.card, **signed, **spent)
         return True
 
