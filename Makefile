@@ -12,6 +12,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # More tests run at once than there are processors, since many of them wait; each computes with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 TOGETHER := -n $(shell n=$$(nproc --all); echo $$(( n < 6 ? n + 2 : 8 ))) --dist worksteal
+# The files of the tests that run alone, so that no other file need be collected for these few.
+ALONE = $(shell grep -rl "mark\.alone" tests --include="test_*.py")
 SOAK_REPEATS ?= 20
 FUZZ_SECONDS ?= 3600
 SOAK_SECONDS ?= 3600
@@ -77,7 +79,7 @@ ha-demo: install
 
 test: install
 	$(PYTEST) $(TOGETHER) -m "not alone and not soak"
-	$(PYTEST) -m "alone and not soak"
+	$(PYTEST) -m "alone and not soak" $(ALONE)
 
 # It takes hours. A run that was ended goes on where it was: tests that passed are in .soak until all of them have.
 soak: install
