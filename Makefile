@@ -84,9 +84,9 @@ test: install
 # It takes hours. A run that was ended goes on where it was: tests that passed are in .soak until all of them have.
 soak: install
 	mkdir -p .soak
-	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --passed .soak/repeated --timeout 1200 -m soak
-	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --passed .soak/drawn --timeout 1200 $(TOGETHER) tests/property
-	FEDRING_REPEATS=$(SOAK_REPEATS) FEDRING_TEST_FREEZE_SECONDS=2 $(PYTEST) --passed .soak/frozen $(TOGETHER) -m "not alone and not soak" tests/system tests/fault
+	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --passed=.soak/repeated --timeout 1200 -m soak
+	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --passed=.soak/drawn --timeout 1200 $(TOGETHER) tests/property
+	FEDRING_REPEATS=$(SOAK_REPEATS) FEDRING_TEST_FREEZE_SECONDS=2 $(PYTEST) --passed=.soak/frozen $(TOGETHER) -m "not alone and not soak" tests/system tests/fault
 	rm -r .soak
 
 # An hour, or SOAK_SECONDS: round after round, and whether memory, descriptors, threads, files or the time of a round grow.

@@ -53,7 +53,10 @@ _passed = pytest.StashKey[frozenset[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option with which a long run goes on where one before it was ended."""
+    """Add the option with which a long run goes on where one before it was ended.
+
+    It is given as `--passed=FILE`: an existing FILE in a word of its own would be the path of tests until this is read.
+    """
     parser.addoption("--passed", type=Path, metavar="FILE", help="leave out the tests in FILE; add those that pass")
 
 
