@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from fedring.client import Federation, RoundOver, connect
+from fedring.client.policy.secret import DITHER, kept_secret
+from fedring.secure.levels import to_integers
 from fedring.secure.limits import MAX_GROUP
 from fedring.train.models import vector
+from fedring.v1 import federation_pb2 as pb
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
 from tests.fault.residuals import stored_model
 from tests.fault.user_trainers import lesson_of
@@ -21,11 +24,11 @@ from tests.system.wire import run
 SIZE, STEP = 2000, 0.5
 
 
-def serve(federation: Federation, number: int) -> None:
-    """Train every round that the server asks for, until it is gone."""
+def serve(federation: Federation, number: int, commands: dict[int, pb.TrainCmd]) -> None:
+    """Train every round that the server asks for, until it is gone; note the last command."""
     with federation:
         for task in federation:
-            model = vector(SIZE)
+            model, commands[number] = vector(SIZE), task.command
             try:
                 task.load_into(model)
                 with torch.no_grad():
@@ -38,7 +41,7 @@ def serve(federation: Federation, number: int) -> None:
 @pytest.mark.soak
 def test_the_sum_of_a_hundred_clients_is_exact(tmp_path: Path) -> None:
     with FaultyFleet(tmp_path) as fleet, ExitStack() as stack:
-        threads = []
+        threads, commands = [], dict[int, pb.TrainCmd]()
         for number in range(MAX_GROUP):
             settings: dict[str, Any] = {
                 "server": fleet.listen,
@@ -46,7 +49,7 @@ def test_the_sum_of_a_hundred_clients_is_exact(tmp_path: Path) -> None:
                 "state_dir": tmp_path / f"c{number:03}",
             }
             federation = connect(**settings)
-            threads.append(threading.Thread(target=serve, args=(federation, number)))
+            threads.append(threading.Thread(target=serve, args=(federation, number, commands)))
             stack.callback(threads[-1].join)
             stack.callback(federation.close)
             threads[-1].start()
@@ -62,6 +65,9 @@ def test_the_sum_of_a_hundred_clients_is_exact(tmp_path: Path) -> None:
         print(f"the round took {round_.seconds:.1f} s")
         before, after = (stored_model(state, version, SIZE) for version in (1, 2))
     step = np.float32(STEP / np.sqrt(SIZE))
-    learned = ((before + lesson_of(number, 1, SIZE)) - before for number in range(MAX_GROUP))
-    total = sum(np.rint(each / step).clip(-7, 7).astype(np.int64) for each in learned)
+    total = np.zeros(SIZE, np.int64)
+    for number, command in commands.items():
+        learned = (before + lesson_of(number, 1, SIZE)) - before
+        dither = kept_secret(tmp_path / f"c{number:03}").derive(command, DITHER)
+        total += to_integers(learned, command.secure, 1, dither=dither).integers
     np.testing.assert_allclose(after, before + np.float64(step) * total / MAX_GROUP, rtol=2e-7)
