@@ -84,7 +84,8 @@ test: install
 # It takes hours. A run that was ended goes on where it was: tests that passed are in .soak until all of them have.
 soak: install
 	mkdir -p .soak
-	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --passed=.soak/repeated --timeout 1200 -m soak
+	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --passed=.soak/repeated --timeout 2400 $(TOGETHER) -m "soak and not alone"
+	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --passed=.soak/alone --timeout 1200 -m "soak and alone" $(ALONE)
 	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --passed=.soak/drawn --timeout 1200 $(TOGETHER) tests/property
 	FEDRING_REPEATS=$(SOAK_REPEATS) FEDRING_TEST_FREEZE_SECONDS=2 $(PYTEST) --passed=.soak/frozen $(TOGETHER) -m "not alone and not soak" tests/system tests/fault
 	rm -r .soak
