@@ -227,7 +227,7 @@ class ClientSession:
         self._period, self._paced = _pause_of(session.heartbeat_seconds), False
         lost: Lost = Unavailable("the server closed the session")
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._send_heartbeats(call, session))]
+            tasks = {group.create_task(self._send_heartbeats(call, session))}
             try:
                 events = TimedStream(aiter(call), session.lost_after_seconds)
                 async for event in events:
@@ -235,7 +235,8 @@ class ClientSession:
                     self._follow(event, session)
                     events.seconds = session.lost_after_seconds + (_MISSED * self._period if self._paced else 0.0)
                     if answer := self._handle(event):
-                        tasks.append(group.create_task(self.report_evaluation(answer)))
+                        tasks.add(report := group.create_task(self.report_evaluation(answer)))
+                        report.add_done_callback(tasks.discard)
                     if self._connection.session_refused:
                         break
             except (aio.AioRpcError, FedringError) as error:
