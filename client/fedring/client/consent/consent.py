@@ -87,13 +87,14 @@ class Consent:
             return Refusal(NOT_APPROVED, text)
         card, job_id = card_of(command, self._site, self._approval.free), command.job.job_id
         self.card, why = card.name, self._refusal(card)
-        self._waiting.pop(job_id, None)
-        if why:
-            log.warning("job %d waits: %s; show it with: fl-client cards list", job_id, why)
-            while len(self._waiting) >= _MOST_WAITING:
-                del self._waiting[next(iter(self._waiting))]
-            self._waiting[job_id] = card
-        return Refusal(NOT_APPROVED, why) if why else None
+        if not why:
+            self._waiting.pop(job_id, None)
+            return None
+        log.warning("job %d waits: %s; show it with: fl-client cards list", job_id, why)
+        self._waiting[job_id] = card  # at once: a heartbeat that named the job no more would say that it is approved
+        for other in list(self._waiting)[:-_MOST_WAITING]:
+            del self._waiting[other]
+        return Refusal(NOT_APPROVED, why)
 
     def permits(self, command: pb.TrainCmd) -> bool:
         """Return whether this client may train for a command.
@@ -150,10 +151,14 @@ class Consent:
         self._orders.follow(self.permit)
         return {"operator": self.permit.operator, "order": self.permit.nonce}
 
-    def waiting(self) -> list[int]:
-        """Return the jobs that wait for an approval at this site."""
+    def waiting(self, refused: int = 0) -> list[int]:
+        """Return the jobs that wait for an approval at this site.
+
+        Args:
+            refused: A job whose refusal the server is being told: it has waited then, whatever was decided since.
+        """
         waiting = dict(self._waiting)
-        return [job_id for job_id, card in waiting.items() if self._refusal(card)]
+        return [job_id for job_id, card in waiting.items() if job_id == refused or self._refusal(card)]
 
     def _refusal(self, card: Card) -> str:
         try:

@@ -224,6 +224,17 @@ def test_consent_is_asked_for_once_for_each_card(tmp_path: Path, monkeypatch: py
     assert "not approved" in why(another.refusal(command()))
 
 
+def test_a_job_whose_refusal_is_told_has_waited_whatever_was_decided_since(tmp_path: Path) -> None:
+    consent = Consent(Approval.model_validate({"mode": "cards"}), tmp_path, ["fedring"], {})
+    assert "not approved" in why(consent.refusal(command()))
+    cards = Cards(tmp_path)
+    cards.decide(cards.all()[0][0], Decision(time.time(), 0, approved=True))
+    assert consent.waiting(1) == [1]
+    assert consent.waiting(2) == consent.waiting() == []
+    assert consent.refusal(command()) is None
+    assert consent.waiting(1) == []
+
+
 def test_an_evaluation_needs_a_card_with_the_same_values_and_types(tmp_path: Path) -> None:
     consent = Consent(Approval.model_validate({"mode": "cards"}), tmp_path, ["fedring"], {})
     assert "not approved" in why(consent.refusal(command(model_args='{"layers": 1}')))

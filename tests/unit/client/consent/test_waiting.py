@@ -1,0 +1,65 @@
+"""Jobs that wait for people at a site: what the server is told of them, and by which of its states."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch import nn
+
+from fedring.client import connect
+from fedring.client.consent.cards import Cards, Decision
+from fedring.client.consent.consent import Consent, Refusal
+from fedring.v1 import federation_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.scripted_server import ScriptedServer
+
+SECONDS = 60.0
+
+
+def approve_all(state_dir: Path) -> None:
+    cards = Cards(state_dir)
+    for kept in cards.all()[0]:
+        cards.decide(kept, Decision(time.time(), 0, approved=True))
+
+
+@contextmanager
+def asking(settings: dict[str, Any]) -> Iterator[None]:
+    """Run a client whose site approves jobs first."""
+    with connect(**settings, approval={"mode": "cards"}) as federation:
+        thread = threading.Thread(target=lambda: list(federation))
+        thread.start()
+        yield
+        federation.close()
+        thread.join()
+
+
+def report(server: "ScriptedServer", *, failed: bool) -> pb.WatchRequest:
+    """Return the next report of the client, or the next one with a failure."""
+    while True:
+        found = server.reports.get(timeout=SECONDS)
+        if not failed or found.HasField("failure"):
+            return found
+
+
+def test_a_refusal_names_the_job_though_it_was_approved_before_it_is_told(
+    server: "ScriptedServer", settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse = Consent.refusal
+
+    def refuse_then_approve(self: Consent, command: pb.TrainCmd) -> Refusal | None:
+        refused = refuse(self, command)
+        approve_all(settings["state_dir"])
+        return refused
+
+    monkeypatch.setattr(Consent, "refusal", refuse_then_approve)
+    with asking(settings):
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(nn.Linear(2, 2), job=pb.JobSpec(mode="federated", job_id=7)))
+        told = report(server, failed=True)
+        assert (told.failure.reason, told.unapproved_jobs) == ("not_approved", [7])
+        assert report(server, failed=False).unapproved_jobs == []
