@@ -11,6 +11,8 @@ from fedring.control.calls import Events
 from fedring.control.failure import Failure
 from fedring.ctl.admin.audit import contradictions, verify
 from fedring.daemon.chain import read_chain
+from fedring.server.state.backup.create import back_up
+from fedring.server.state.backup.restore import restore
 from tests.fleets import Control, Fleet, run_job, until_watching
 from tests.waiting import until
 
@@ -108,6 +110,29 @@ def test_a_job_waits_until_enough_sites_have_approved_it(tmp_path: Path) -> None
     lines = [line.facts for line in read_chain(state_of(fleet, "client-1") / FOLDER)]
     assert "not_approved" in {facts.get("reason") for facts in lines}
     assert {facts["card"] for facts in lines if facts["what"] == "trains"} == {kept.card.name}
+
+
+def test_after_a_restore_no_job_waits_for_one_that_is_gone(tmp_path: Path) -> None:
+    job = {**JOB, "rounds": 1, "min_clients": 1, "min_clients_to_aggregate": 1}
+    with Fleet(tmp_path, QUICK, [CARDS]) as fleet:
+        state, copy = state_of(fleet, "server"), tmp_path / "copy"
+        with Control(fleet.control) as control:
+            until_watching(control, 1)
+            events = control.events()
+            approved = control.start_job(job).job_id
+            approve(fleet, "client-0")
+            list(control.follow_job(approved, events))
+            back_up(state, copy)
+            told = control.events()
+            lost = control.start_job({**job, "lr": 0.7}).job_id
+            until_told(told, "0 of 1 site have approved the job")
+        fleet.server.kill()
+        restore(copy, state, replace=True)
+        fleet.start_server()
+        with Control(fleet.control) as control:
+            until_watching(control, 1)
+            again = run_job(control, {**job, "barrier_timeout_seconds": 60, "approval_timeout_seconds": 60})
+            assert (again.job_id, again.state) == (lost, "completed")
 
 
 @pytest.mark.parametrize("needed", [5, 3])

@@ -66,7 +66,7 @@ class Consent:
         self._code = InstalledCode(trusted if approval.mode == "cards" else ())
         self._site = {"code": self._code.facts, "own": {key: name for key, name in own.items() if name}}
         self.card = ""
-        self._waiting: dict[int, Card] = {}  # by job, the card that it waits for
+        self._waiting: dict[tuple[str, int, int], Card] = {}  # by run, epoch and job, the card that it waits for
 
     def refusal(self, command: pb.TrainCmd) -> Refusal | None:
         """Return why this client does not train for a command.
@@ -86,12 +86,12 @@ class Consent:
             text = f"the installed source of {edited} has changed since fl-client was started: restart fl-client"
             return Refusal(NOT_APPROVED, text)
         card, job_id = card_of(command, self._site, self._approval.free), command.job.job_id
-        self.card, why = card.name, self._refusal(card)
+        self.card, why, key = card.name, self._refusal(card), (command.run_id, command.epoch, job_id)
         if not why:
-            self._waiting.pop(job_id, None)
+            self._waiting.pop(key, None)
             return None
         log.warning("job %d waits: %s; show it with: fl-client cards list", job_id, why)
-        self._waiting[job_id] = card  # at once: a heartbeat that named the job no more would say that it is approved
+        self._waiting[key] = card  # at once: a heartbeat that named the job no more would say that it is approved
         for other in list(self._waiting)[:-_MOST_WAITING]:
             del self._waiting[other]
         return Refusal(NOT_APPROVED, why)
@@ -151,14 +151,21 @@ class Consent:
         self._orders.follow(self.permit)
         return {"operator": self.permit.operator, "order": self.permit.nonce}
 
-    def waiting(self, refused: int = 0) -> list[int]:
+    def waiting(self, session: pb.JoinReply, refused: int = 0) -> list[int]:
         """Return the jobs that wait for an approval at this site.
 
+        They are those of one server's state: another one may have other jobs with the same ids.
+
         Args:
+            session: As the server has opened it.
             refused: A job whose refusal the server is being told: it has waited then, whatever was decided since.
         """
-        waiting = dict(self._waiting)
-        return [job_id for job_id, card in waiting.items() if job_id == refused or self._refusal(card)]
+        found = []
+        for (run_id, epoch, job_id), card in list(self._waiting.items()):
+            same_epoch = not session.HasField("epoch") or session.epoch == epoch
+            if run_id == session.run_id and same_epoch and (job_id == refused or self._refusal(card)):
+                found.append(job_id)
+        return found
 
     def _refusal(self, card: Card) -> str:
         try:

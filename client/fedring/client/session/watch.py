@@ -77,8 +77,8 @@ class ClientSession:
 
     def __init__(self, connection: Connection, health: Health, *, evaluates: bool, tell: Callable[[str], None]) -> None:
         self.inbox = WorkInbox(connection.max_jobs)
-        # Returns the jobs that wait for a person at this site, with the one whose refusal is being told.
-        self.unapproved: Callable[[int], list[int]] = lambda refused: []
+        # Returns the jobs of a session that wait for a person at this site, with the one whose refusal is being told.
+        self.unapproved: Callable[[pb.JoinReply, int], list[int]] = lambda session, refused: []
         self.round_events: asyncio.Queue[pb.ServerEvent] = asyncio.Queue(_MOST_EVENTS)  # for a protection with steps
         self._connection = connection
         self._health = health
@@ -312,7 +312,7 @@ class ClientSession:
             reports_no_progress=not self._reports_progress,
             failure=failure,
             work=pb.Work(round=round_, job_id=job_id, ended_round=self._ended),
-            unapproved_jobs=self.unapproved(failed.command.job.job_id if failed else 0),
+            unapproved_jobs=self.unapproved(self._connection.session, failed.command.job.job_id if failed else 0),
         )
 
     def _follow(self, event: pb.ServerEvent, session: pb.JoinReply) -> None:

@@ -31,6 +31,7 @@ from fedring.v1 import federation_pb2 as pb
 
 SITE = {"code": {"fedring": {"version": "1"}}, "own": {}}
 LATER = 4e9
+HERE = pb.JoinReply(epoch=0)
 
 
 def command(job_id: int = 1, **changes: object) -> pb.TrainCmd:
@@ -204,16 +205,16 @@ def test_consent_is_asked_for_once_for_each_card(tmp_path: Path, monkeypatch: py
     evaluation = pb.EvaluateCmd(job=command().job)
     assert "not approved" in why(consent.refusal(command()))
     assert "no card" in why(consent.refusal_to_evaluate(evaluation))
-    assert consent.waiting() == [1]
+    assert consent.waiting(HERE) == [1]
 
     cards = Cards(tmp_path)
     (kept,), _ = cards.all()
     cards.decide(kept, Decision(time.time(), 0, approved=True))
-    assert consent.waiting() == []
+    assert consent.waiting(HERE) == []
     assert why(consent.refusal(command(job_id=2, rounds=50))) == ""
     assert why(consent.refusal_to_evaluate(evaluation)) == ""
     assert "not approved" in why(consent.refusal(command(lr=0.5)))
-    assert consent.waiting() == [1]
+    assert consent.waiting(HERE) == [1]
     file.write_text("A = 2\n")  # in mid-job
     assert "restart fl-client" in why(consent.refusal(command()))
     restarted = Consent(approval, tmp_path, ["fedring", "site_code"], {"model": ""})
@@ -229,10 +230,10 @@ def test_a_job_whose_refusal_is_told_has_waited_whatever_was_decided_since(tmp_p
     assert "not approved" in why(consent.refusal(command()))
     cards = Cards(tmp_path)
     cards.decide(cards.all()[0][0], Decision(time.time(), 0, approved=True))
-    assert consent.waiting(1) == [1]
-    assert consent.waiting(2) == consent.waiting() == []
+    assert consent.waiting(HERE, 1) == [1]
+    assert consent.waiting(HERE, 2) == consent.waiting(HERE) == []
     assert consent.refusal(command()) is None
-    assert consent.waiting(1) == []
+    assert consent.waiting(HERE, 1) == []
 
 
 def test_an_evaluation_needs_a_card_with_the_same_values_and_types(tmp_path: Path) -> None:

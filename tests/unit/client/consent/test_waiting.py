@@ -63,3 +63,24 @@ def test_a_refusal_names_the_job_though_it_was_approved_before_it_is_told(
         told = report(server, failed=True)
         assert (told.failure.reason, told.unapproved_jobs) == ("not_approved", [7])
         assert report(server, failed=False).unapproved_jobs == []
+
+
+@pytest.mark.parametrize(
+    ("state", "jobs"),
+    [({}, [7]), ({"run_id": "run-2"}, []), ({"epoch": 1}, [])],
+    ids=["started again", "another server", "restored"],
+)
+def test_a_job_waits_at_the_state_of_the_server_that_has_asked(
+    server: "ScriptedServer", settings: dict[str, Any], state: dict[str, Any], jobs: list[int]
+) -> None:
+    """A job of another state with the same number may be one that the site has approved."""
+    with asking(settings):
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(nn.Linear(2, 2), job=pb.JobSpec(mode="federated", job_id=7)))
+        assert report(server, failed=True).unapproved_jobs == [7]
+        server.stop()
+        while not server.reports.empty():
+            server.reports.get()
+        vars(server).update(state)
+        server.start()
+        assert report(server, failed=False).unapproved_jobs == jobs
