@@ -1,10 +1,13 @@
 """Cards of jobs: what they cover, what a decision about one is worth, and what a damaged one does."""
 
+import fcntl
 import json
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from zipfile import ZipFile
 
 import pytest
@@ -19,6 +22,7 @@ from fedring.client.consent.cards import (
     CardError,
     Cards,
     Decision,
+    KeptCard,
     day_of,
     end_of,
     read_kept,
@@ -130,6 +134,60 @@ def test_a_server_cannot_fill_the_disk_with_cards(tmp_path: Path) -> None:
     kept, damaged = cards.all()
     assert (len(kept), damaged) == (MAX_WAITING + 1, [])
     assert decided in kept
+
+
+def test_decisions_at_the_same_moment_are_all_kept(tmp_path: Path) -> None:
+    cards = Cards(tmp_path)
+    kept, begin = cards.find(card_of(command(), SITE, [])), Barrier(8)
+
+    def decide(number: int) -> None:
+        begin.wait()
+        Cards(tmp_path).decide(kept, Decision(float(number), 0, approved=False))
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(decide, range(8)))
+    assert sorted(each.at for each in cards.named(kept.short).decisions) == list(range(8))
+
+
+def test_a_card_that_is_being_approved_is_not_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Cards.all
+
+    def approved_meanwhile(self: Cards) -> tuple[list[KeptCard], list[str]]:
+        """Approve the oldest card, as another process does, unless a lock keeps it waiting."""
+        found = read(self)
+        fd = os.open(tmp_path / FOLDER, os.O_RDONLY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held.append(fd)
+        else:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            self.decide(found[0][0], Decision(time.time(), 0, approved=True))
+        os.close(fd)
+        return found
+
+    held: list[int] = []
+    cards = Cards(tmp_path)
+    oldest = cards.find(card_of(command(), SITE, []))
+    monkeypatch.setattr(Cards, "all", approved_meanwhile)
+    for number in range(MAX_WAITING):
+        cards.find(card_of(command(epochs=number + 2), SITE, []))
+    monkeypatch.undo()
+    if not held:
+        assert cards.find(oldest.card).refusal(time.time()) == ""
+    cards.decide(oldest, Decision(time.time(), 0, approved=True))  # the other process goes on, though it was dropped
+    assert cards.find(oldest.card).refusal(time.time()) == ""
+
+
+def test_a_card_that_the_disk_cannot_read_hides_no_other(tmp_path: Path) -> None:
+    cards = Cards(tmp_path)
+    good, bad = (cards.find(card_of(command(epochs=epochs), SITE, [])) for epochs in (1, 2))
+    (tmp_path / FOLDER / bad.card.name).unlink()
+    (tmp_path / FOLDER / bad.card.name).mkdir()  # which cannot be read as a file
+    kept, damaged = cards.all()
+    assert (kept, len(damaged)) == ([good], 1)
+    with pytest.raises(CardError, match="damaged"):
+        cards.find(bad.card)
 
 
 def module(folder: Path, text: str) -> Path:
