@@ -83,6 +83,23 @@ def test_the_difference_of_two_cards_names_the_keys() -> None:
     assert differences(old.facts, new.facts) == [("job.dp.delta", None, 0.1), ("round.lr", 0.1, 0.2)]
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "keys"),
+    [
+        ('{"a": 1}', '{"a": true}', ["job.model_args.a"]),
+        ('{"a": 1}', '{"a": 1.0}', ["job.model_args.a"]),
+        ("{}", '{"a": null}', ["job.model_args", "job.model_args.a"]),
+        ('{"a": {"b": 1}}', '{"a.b": 1}', ['job.model_args."a.b"', "job.model_args.a.b"]),
+        ('{"b": 1}', '{"b": 1, "\\u001b[1A\\u001b[2K": 2}', ['job.model_args."\\u001b[1A\\u001b[2K"']),
+        ('{"b": 1}', '{"b": 1, "c\\nround.lr": 2}', ['job.model_args."c\\nround.lr"']),
+    ],
+)
+def test_no_difference_of_two_cards_is_hidden(old: str, new: str, keys: list[str]) -> None:
+    cards = [card_of(command(model_args=text), SITE, []) for text in (old, new)]
+    assert cards[0].name != cards[1].name
+    assert [key for key, _, _ in differences(cards[0].facts, cards[1].facts)] == keys
+
+
 def test_only_the_newest_decision_counts(tmp_path: Path) -> None:
     cards, now = Cards(tmp_path), time.time()
     kept = cards.find(card_of(command(), SITE, []))
