@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from math import nan
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -198,6 +199,7 @@ class Federation:
                 if isinstance(work, EvaluationOrder):
                     self._evaluate(work)
                     continue
+                work.withdrawn = partial(self._consent.withdrawn, work.command)
                 unapproved = self._consent.refusal(work.command)
                 why = refusal(self.config.privacy, self._spool.ledger, work.command)
                 protection = self._secure.protection(work)

@@ -85,16 +85,20 @@ class Consent:
         if edited := self._code.changed():
             text = f"the installed source of {edited} has changed since fl-client was started: restart fl-client"
             return Refusal(NOT_APPROVED, text)
-        card, job_id = card_of(command, self._site, self._approval.free), command.job.job_id
-        self.card, why, key = card.name, self._refusal(card), (command.run_id, command.epoch, job_id)
-        if not why:
-            self._waiting.pop(key, None)
-            return None
-        log.warning("job %d waits: %s; show it with: fl-client cards list", job_id, why)
-        self._waiting[key] = card  # at once: a heartbeat that named the job no more would say that it is approved
-        for other in list(self._waiting)[:-_MOST_WAITING]:
-            del self._waiting[other]
-        return Refusal(NOT_APPROVED, why)
+        card = card_of(command, self._site, self._approval.free)
+        self.card, why = card.name, self._note(command, card)
+        return Refusal(NOT_APPROVED, why) if why else None
+
+    def withdrawn(self, command: pb.TrainCmd) -> str:
+        """Return the reason for which no update may leave any more.
+
+        It is empty while the command's card is approved. Code that was changed since does not matter: what has trained
+        is what was approved.
+        """
+        if self._approval.mode == "off":
+            return ""
+        card = card_of(command, self._site, self._approval.free)
+        return NOT_APPROVED if self._note(command, card) else ""
 
     def permits(self, command: pb.TrainCmd) -> bool:
         """Return whether this client may train for a command.
@@ -166,6 +170,18 @@ class Consent:
             if run_id == session.run_id and same_epoch and (job_id == refused or self._refusal(card)):
                 found.append(job_id)
         return found
+
+    def _note(self, command: pb.TrainCmd, card: Card) -> str:
+        """Return why a command's card is not approved; its job waits then."""
+        key, why = (command.run_id, command.epoch, command.job.job_id), self._refusal(card)
+        if not why:
+            self._waiting.pop(key, None)
+            return ""
+        log.warning("job %d waits: %s; show it with: fl-client cards list", command.job.job_id, why)
+        self._waiting[key] = card  # at once: a heartbeat that named the job no more would say that it is approved
+        for other in list(self._waiting)[:-_MOST_WAITING]:
+            self._waiting.pop(other, None)
+        return why
 
     def _refusal(self, card: Card) -> str:
         try:

@@ -11,8 +11,11 @@ import pytest
 from torch import nn
 
 from fedring.client import connect
+from fedring.client.consent.approval import Approval
 from fedring.client.consent.cards import Cards, Decision
 from fedring.client.consent.consent import Consent, Refusal
+from fedring.client.errors import RoundOver
+from fedring.rpc.errors import Unavailable
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -21,10 +24,11 @@ if TYPE_CHECKING:
 SECONDS = 60.0
 
 
-def approve_all(state_dir: Path) -> None:
+def decide(state_dir: Path, *, approved: bool) -> None:
+    """Decide about all cards."""
     cards = Cards(state_dir)
     for kept in cards.all()[0]:
-        cards.decide(kept, Decision(time.time(), 0, approved=True))
+        cards.decide(kept, Decision(time.time(), 0, approved=approved))
 
 
 @contextmanager
@@ -53,7 +57,7 @@ def test_a_refusal_names_the_job_though_it_was_approved_before_it_is_told(
 
     def refuse_then_approve(self: Consent, command: pb.TrainCmd) -> Refusal | None:
         refused = refuse(self, command)
-        approve_all(settings["state_dir"])
+        decide(settings["state_dir"], approved=True)
         return refused
 
     monkeypatch.setattr(Consent, "refusal", refuse_then_approve)
@@ -84,3 +88,33 @@ def test_a_job_waits_at_the_state_of_the_server_that_has_asked(
         vars(server).update(state)
         server.start()
         assert report(server, failed=False).unapproved_jobs == jobs
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["before it is sent", "between two tries"])
+def test_no_update_leaves_after_the_approval_was_revoked(
+    server: "ScriptedServer", settings: dict[str, Any], begun: bool
+) -> None:
+    model, table, state_dir = nn.Linear(1000, 1000), {"mode": "cards"}, settings["state_dir"]
+    command = server.command(model, job=pb.JobSpec(mode="federated", job_id=7))
+    Consent(Approval.model_validate(table), state_dir, ["fedring"], {}).refusal(command)
+    decide(state_dir, approved=True)
+
+    def revoke(received: int) -> Unavailable:
+        decide(state_dir, approved=False)
+        return Unavailable("try again")
+
+    with connect(**settings, approval=table) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.train(command)
+        task = next(federation)
+        task.load_into(model)
+        if begun:
+            server.on_bytes = revoke
+        else:
+            revoke(0)
+        with pytest.raises(RoundOver, match="not_approved"):
+            task.submit(model, samples=1)
+        told = report(server, failed=True)
+        assert (told.failure.reason, told.unapproved_jobs) == ("not_approved", [7])
+    assert server.accepted.empty()
+    assert [len(received) > 0 for received in server._partial.values()] == [begun]
