@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +111,34 @@ def test_a_job_waits_until_enough_sites_have_approved_it(tmp_path: Path) -> None
     lines = [line.facts for line in read_chain(state_of(fleet, "client-1") / FOLDER)]
     assert "not_approved" in {facts.get("reason") for facts in lines}
     assert {facts["card"] for facts in lines if facts["what"] == "trains"} == {kept.card.name}
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "secure": {"secure_aggregation": {}, "evaluate": False},
+    "data_parallel": {"mode": "data_parallel", "subset_size": 512},
+    "pipeline": {"mode": "pipeline", "subset_size": 512, "pipeline": {"stages": 2}},
+    "asynchronous": {
+        "asynchronous": {"concurrency": 3, "buffer": 3},
+        "weights": "uniform",
+        "evaluate": False,
+    },
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_job_of_any_mode_waits_and_loses_no_round(tmp_path: Path, mode: str) -> None:
+    sites = 2 if mode == "pipeline" else 3
+    few = {"rounds": 1, "max_abandoned": 1, "min_clients": sites, "min_clients_to_aggregate": sites}
+    with Fleet(tmp_path, QUICK, [CARDS] * sites) as fleet, Control(fleet.control) as control:
+        until_watching(control, sites)
+        events, told = control.events(), control.events()
+        job_id = control.start_job({**JOB, **few, **MODES[mode]}).job_id
+        until_told(told, f"0 of {sites} sites have approved the job")
+        for client in fleet.clients:
+            approve(fleet, client.name)
+        list(control.follow_job(job_id, events))
+        ended = control.job(job_id)
+        assert (ended.state, ended.reason, ended.rounds_done) == ("completed", "", 1)
 
 
 def test_after_a_restore_no_job_waits_for_one_that_is_gone(tmp_path: Path) -> None:

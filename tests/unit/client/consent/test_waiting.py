@@ -65,7 +65,7 @@ def test_a_refusal_names_the_job_though_it_was_approved_before_it_is_told(
         server.joins.get(timeout=SECONDS)
         server.train(server.command(nn.Linear(2, 2), job=pb.JobSpec(mode="federated", job_id=7)))
         told = report(server, failed=True)
-        assert (told.failure.reason, told.unapproved_jobs) == ("not_approved", [7])
+        assert (told.failure.reason, list(told.unapproved_jobs)) == ("not_approved", [7])
         assert report(server, failed=False).unapproved_jobs == []
 
 
@@ -115,6 +115,6 @@ def test_no_update_leaves_after_the_approval_was_revoked(
         with pytest.raises(RoundOver, match="not_approved"):
             task.submit(model, samples=1)
         told = report(server, failed=True)
-        assert (told.failure.reason, told.unapproved_jobs) == ("not_approved", [7])
+        assert (told.failure.reason, list(told.unapproved_jobs)) == ("not_approved", [7])
     assert server.accepted.empty()
     assert [len(received) > 0 for received in server._partial.values()] == [begun]
