@@ -113,6 +113,25 @@ def test_a_job_waits_until_enough_sites_have_approved_it(tmp_path: Path) -> None
     assert {facts["card"] for facts in lines if facts["what"] == "trains"} == {kept.card.name}
 
 
+def test_nobody_trains_in_vain_when_a_site_that_has_not_decided_starts_again(tmp_path: Path) -> None:
+    job = {**JOB, "rounds": 1, "min_clients": 2, "min_clients_to_aggregate": 2}
+    with Fleet(tmp_path, QUICK, [CARDS | CHAINED] * 2) as fleet, Control(fleet.control) as control:
+        until_watching(control, 2)
+        events, told = control.events(), control.events()
+        job_id = control.start_job(job).job_id
+        until_told(told, "0 of 2 sites have approved the job")
+        approve(fleet, "client-0")
+        until_told(told, "1 of 2 sites have approved the job")
+        fleet.restart(1)
+        until_watching(control, 2)
+        until(lambda: "has not approved job 1" in {each.client_id: each.busy for each in control.clients()}["client-1"])
+        approve(fleet, "client-1")
+        list(control.follow_job(job_id, events))
+        assert control.job(job_id).state == "completed"
+    told_by_site = [line.facts["what"] for line in read_chain(state_of(fleet, "client-0") / FOLDER)]
+    assert told_by_site.count("trains") == 1
+
+
 MODES: dict[str, dict[str, Any]] = {
     "secure": {"secure_aggregation": {}, "evaluate": False},
     "data_parallel": {"mode": "data_parallel", "subset_size": 512},

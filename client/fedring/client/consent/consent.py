@@ -1,5 +1,6 @@
 """The consent of a site to a job, asked before any work."""
 
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,9 @@ from fedring.client.consent.card import MAX_CARD_BYTES, Card, card_of, job_facts
 from fedring.client.consent.cards import CardError, Cards
 from fedring.client.consent.code import InstalledCode
 from fedring.client.consent.orders import Orders, Permit
+from fedring.daemon.durable import replace_with_digest, text_after_digest
 from fedring.train.orders.signed_job import BadOrder
+from fedring.untrusted import parse_json
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -19,7 +22,12 @@ log = logging.getLogger(__name__)
 NOT_APPROVED = "not_approved"
 """The reason with which a client refuses a job while people at its site have to decide about it."""
 
+FILE = "waiting.json"
+
 _MOST_WAITING = 64  # jobs that are asked about with each heartbeat
+_LONGEST_RUN = 128  # characters of its id
+
+_Job = tuple[str, int, int]  # its run, epoch and number
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,8 @@ class Consent:
         self._code = InstalledCode(trusted if approval.mode == "cards" else ())
         self._site = {"code": self._code.facts, "own": {key: name for key, name in own.items() if name}}
         self.card = ""
-        self._waiting: dict[tuple[str, int, int], Card] = {}  # by run, epoch and job, the card that it waits for
+        self._path = state_dir / FILE
+        self._waiting = self._kept() if approval.mode == "cards" else {}  # by job, the card that it waits for
 
     def refusal(self, command: pb.TrainCmd) -> Refusal | None:
         """Return why this client does not train for a command.
@@ -175,13 +184,37 @@ class Consent:
         """Return why a command's card is not approved; its job waits then."""
         key, why = (command.run_id, command.epoch, command.job.job_id), self._refusal(card)
         if not why:
-            self._waiting.pop(key, None)
+            if self._waiting.pop(key, None):
+                self._keep()
             return ""
         log.warning("job %d waits: %s; show it with: fl-client cards list", command.job.job_id, why)
         self._waiting[key] = card  # at once: a heartbeat that named the job no more would say that it is approved
         for other in list(self._waiting)[:-_MOST_WAITING]:
             self._waiting.pop(other, None)
+        self._keep()
         return why
+
+    def _keep(self) -> None:
+        """Write down which jobs wait.
+
+        Otherwise, all other sites would train once more for each restart of a site that has not decided.
+        """
+        rows = [[*job, card.name] for job, card in self._waiting.items() if len(job[0]) <= _LONGEST_RUN]
+        try:
+            replace_with_digest(self._path, json.dumps(rows).encode())
+        except OSError as error:
+            log.warning("%s cannot be written, so a restart forgets which jobs wait: %s", self._path, error)
+
+    def _kept(self) -> dict[_Job, Card]:
+        """Return the jobs that waited when this client ended."""
+        try:
+            rows = parse_json(text_after_digest(self._path.read_bytes()))
+            return {(str(run), int(epoch), int(job)): self._cards.named(name).card for run, epoch, job, name in rows}
+        except FileNotFoundError:
+            return {}
+        except (CardError, OSError, ValueError, TypeError) as error:
+            log.warning("%s cannot be read, so the server asks for these jobs again: %s", self._path, error)
+            return {}
 
     def _refusal(self, card: Card) -> str:
         try:

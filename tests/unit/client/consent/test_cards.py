@@ -28,7 +28,7 @@ from fedring.client.consent.cards import (
     read_kept,
 )
 from fedring.client.consent.code import InstalledCode
-from fedring.client.consent.consent import Consent, Refusal
+from fedring.client.consent.consent import FILE, Consent, Refusal
 from fedring.daemon.durable import with_digest
 from fedring.daemon.program import run
 from fedring.v1 import federation_pb2 as pb
@@ -309,6 +309,25 @@ def test_a_job_whose_refusal_is_told_has_waited_whatever_was_decided_since(tmp_p
     assert consent.waiting(HERE, 2) == consent.waiting(HERE) == []
     assert consent.refusal(command()) is None
     assert consent.waiting(HERE, 1) == []
+
+
+def test_a_job_that_waits_is_known_after_a_restart(tmp_path: Path) -> None:
+    def started() -> Consent:
+        return Consent(Approval.model_validate({"mode": "cards"}), tmp_path, ["fedring"], {})
+
+    consent = started()
+    for number in (1, 2):
+        consent.refusal(command(number, epochs=number))
+    assert started().waiting(HERE) == [1, 2]
+    cards = Cards(tmp_path)
+    cards.decide(cards.all()[0][0], Decision(time.time(), 0, approved=True))  # which no process of the client sees
+    again = started()
+    assert again.waiting(HERE) == [2]
+    assert again.refusal(command(1)) is None
+    assert len(json.loads((tmp_path / FILE).read_bytes().partition(b"\n")[2])) == 1
+    for text in (b"", b"[]", with_digest(b"3"), with_digest(b'[["", 0, 2, "beef"]]')):
+        (tmp_path / FILE).write_bytes(text)
+        assert started().waiting(HERE) == []
 
 
 def test_an_evaluation_needs_a_card_with_the_same_values_and_types(tmp_path: Path) -> None:
