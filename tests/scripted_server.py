@@ -39,6 +39,7 @@ class ScriptedServer(
         self._place.bind(("127.0.0.1", 0))
         self.port: int = self._place.getsockname()[1]
         self.run_id = RUN
+        self.epoch = 0
         self.term = 0  # in which it leads, when it starts; 0 = it shares its state with no other server
         self.secret = ""  # the secret in replies to Join
         self.heartbeat_seconds = 0.2  # the longest time between two reports of a client
@@ -173,6 +174,7 @@ class ScriptedServer(
             no_progress_seconds=SECONDS,
             last_accepted=self.last_accepted,
             resume_secret=self.secret,
+            epoch=self.epoch,
         )
 
     async def Watch(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,8 @@ from fedring.control.calls import Events
 from fedring.control.failure import Failure
 from fedring.ctl.admin.audit import contradictions, verify
 from fedring.daemon.chain import read_chain
+from fedring.server.state.backup.create import back_up
+from fedring.server.state.backup.restore import restore
 from tests.fleets import Control, Fleet, run_job, until_watching
 from tests.waiting import until
 
@@ -108,6 +111,76 @@ def test_a_job_waits_until_enough_sites_have_approved_it(tmp_path: Path) -> None
     lines = [line.facts for line in read_chain(state_of(fleet, "client-1") / FOLDER)]
     assert "not_approved" in {facts.get("reason") for facts in lines}
     assert {facts["card"] for facts in lines if facts["what"] == "trains"} == {kept.card.name}
+
+
+def test_nobody_trains_in_vain_when_a_site_that_has_not_decided_starts_again(tmp_path: Path) -> None:
+    job = {**JOB, "rounds": 1, "min_clients": 2, "min_clients_to_aggregate": 2}
+    with Fleet(tmp_path, QUICK, [CARDS | CHAINED] * 2) as fleet, Control(fleet.control) as control:
+        until_watching(control, 2)
+        events, told = control.events(), control.events()
+        job_id = control.start_job(job).job_id
+        until_told(told, "0 of 2 sites have approved the job")
+        approve(fleet, "client-0")
+        until_told(told, "1 of 2 sites have approved the job")
+        fleet.restart(1)
+        until_watching(control, 2)
+        until(lambda: "has not approved job 1" in {each.client_id: each.busy for each in control.clients()}["client-1"])
+        approve(fleet, "client-1")
+        list(control.follow_job(job_id, events))
+        assert control.job(job_id).state == "completed"
+    told_by_site = [line.facts["what"] for line in read_chain(state_of(fleet, "client-0") / FOLDER)]
+    assert told_by_site.count("trains") == 1
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "secure": {"secure_aggregation": {}, "evaluate": False},
+    "data_parallel": {"mode": "data_parallel", "subset_size": 512},
+    "pipeline": {"mode": "pipeline", "subset_size": 512, "pipeline": {"stages": 2}},
+    "asynchronous": {
+        "asynchronous": {"concurrency": 3, "buffer": 3},
+        "weights": "uniform",
+        "evaluate": False,
+    },
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_job_of_any_mode_waits_and_loses_no_round(tmp_path: Path, mode: str) -> None:
+    sites = 2 if mode == "pipeline" else 3
+    few = {"rounds": 1, "max_abandoned": 1, "min_clients": sites, "min_clients_to_aggregate": sites}
+    with Fleet(tmp_path, QUICK, [CARDS] * sites) as fleet, Control(fleet.control) as control:
+        until_watching(control, sites)
+        events, told = control.events(), control.events()
+        job_id = control.start_job({**JOB, **few, **MODES[mode]}).job_id
+        until_told(told, f"0 of {sites} sites have approved the job")
+        for client in fleet.clients:
+            approve(fleet, client.name)
+        list(control.follow_job(job_id, events))
+        ended = control.job(job_id)
+        assert (ended.state, ended.reason, ended.rounds_done) == ("completed", "", 1)
+
+
+def test_after_a_restore_no_job_waits_for_one_that_is_gone(tmp_path: Path) -> None:
+    job = {**JOB, "rounds": 1, "min_clients": 1, "min_clients_to_aggregate": 1}
+    with Fleet(tmp_path, QUICK, [CARDS]) as fleet:
+        state, copy = state_of(fleet, "server"), tmp_path / "copy"
+        with Control(fleet.control) as control:
+            until_watching(control, 1)
+            events = control.events()
+            approved = control.start_job(job).job_id
+            approve(fleet, "client-0")
+            list(control.follow_job(approved, events))
+            back_up(state, copy)
+            told = control.events()
+            lost = control.start_job({**job, "lr": 0.7}).job_id
+            until_told(told, "0 of 1 site have approved the job")
+        fleet.server.kill()
+        restore(copy, state, replace=True)
+        fleet.start_server()
+        with Control(fleet.control) as control:
+            until_watching(control, 1)
+            again = run_job(control, {**job, "barrier_timeout_seconds": 60, "approval_timeout_seconds": 60})
+            assert (again.job_id, again.state) == (lost, "completed")
 
 
 @pytest.mark.parametrize("needed", [5, 3])

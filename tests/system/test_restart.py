@@ -13,19 +13,22 @@ from tests.fleets import PATIENT, Control, Fleet, run_job, until_watching
 from tests.waiting import until
 
 TRAINER = """
+import os
+
 def train(model, samples, plan):
+    os.chdir(os.environ["ELSEWHERE"])
     return {"num_samples": 1, "edition": EDITION}
 """
 JOB = {"min_clients": 1, "evaluate": False}
 
 
 @contextmanager
-def client_of(fleet: Fleet, code: Path) -> Iterator[Process]:
-    """Run a client in an interpreter of its own, as it begins anew in one."""
-    folder = fleet.directory / "state" / "client-0"
-    settings = {"client_id": "client-0", "server": fleet.listen, "state_dir": str(folder), "trainer": "wards:train"}
+def client_of(fleet: Fleet, code: Path, elsewhere: Path) -> Iterator[Process]:
+    """Run a client in an interpreter of its own, as it begins anew in one, whose code changes to another directory."""
+    settings = {"client_id": "client-0", "server": fleet.listen, "state_dir": "client-0", "trainer": "wards:train"}
     process = Process("client-0", "fedring.client.main", settings, fleet.directory / "logs" / "client-0.log")
-    process.env |= PATIENT | path_to(code)
+    process.env |= PATIENT | path_to(code) | {"ELSEWHERE": str(elsewhere)}
+    process.prefix = ("env", "--chdir", str(fleet.directory))
     process.start()
     try:
         yield process
@@ -50,8 +53,14 @@ def logged(log: Path, text: str) -> bool:
 def test_a_client_runs_edited_code_after_sigusr2_and_keeps_running_if_it_is_broken(tmp_path: Path) -> None:
     code = tmp_path / "code" / "wards.py"
     code.parent.mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
     code.write_text(TRAINER.replace("EDITION", "1"))
-    with Fleet(tmp_path) as fleet, client_of(fleet, code.parent) as process, Control(fleet.control) as control:
+    with (
+        Fleet(tmp_path) as fleet,
+        client_of(fleet, code.parent, elsewhere) as process,
+        Control(fleet.control) as control,
+    ):
         until_watching(control, 1)
         pid = process.pid  # exec keeps it
         assert edition(control) == 1
@@ -69,3 +78,4 @@ def test_a_client_runs_edited_code_after_sigusr2_and_keeps_running_if_it_is_brok
         assert edition(control) == 2
         os.kill(pid, signal.SIGTERM)
         assert process.wait(60) == 0
+    assert list(elsewhere.iterdir()) == []

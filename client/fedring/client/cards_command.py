@@ -118,7 +118,7 @@ def revoke(
     config: _Config = None,
     state_dir: _StateDir = None,
 ) -> None:
-    """Revoke the approval of a card, for all later rounds."""
+    """Revoke the approval of a card, so that no update leaves."""
     with _one_sentence():
         cards = _cards(config, state_dir)
         kept = cards.decide(cards.named(card), Decision(time.time(), 0.0, approved=False, note=note, by=_user()))

@@ -12,7 +12,6 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -20,6 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from fedring.client.consent.approval import Approval
 from fedring.client.consent.audit import AuditTable
 from fedring.client.policy.privacy import SitePolicy
+from fedring.daemon.config import FixedPath
 from fedring.rpc.address import Address, AddressOrEmpty, HostOrEmpty, TcpAddress, TcpAddressOrEmpty
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.metrics import check_metrics_address
@@ -77,7 +77,7 @@ class ClientConfig(BaseSettings):
     )
     insecure: bool = Field(False, description="allow plaintext to and from other hosts")
     tls: Tls = Field(Tls(), description="certificates; `ca` signs those of the server and of the other workers")
-    token_file: Path | None = Field(None, description="file with a bearer token (flctl token create)")
+    token_file: FixedPath | None = Field(None, description="file with a bearer token (flctl token create)")
     health_listen: AddressOrEmpty = Field(
         "", description="address where health checks are answered, in plaintext; empty = none"
     )
@@ -89,7 +89,7 @@ class ClientConfig(BaseSettings):
     labels: Labels = Field(
         default_factory=dict, description='what jobs can choose clients by, such as { site = "eu" }; at most 16'
     )
-    state_dir: Path = Field(
+    state_dir: FixedPath = Field(
         Path("fl-client-state"),
         description="folder for the residual, private tensors, an unsent update, checkpoints, the secret of the "
         "session, and the account of privacy",
@@ -115,7 +115,7 @@ class ClientConfig(BaseSettings):
 
     audit: AuditTable = Field(AuditTable.model_validate({}), description="a chained log of what this client does")
 
-    data_root: Path | None = Field(None, description="folder of the data sets")
+    data_root: FixedPath | None = Field(None, description="folder of the data sets")
     download: bool = Field(False, description="let data sets, and weights of torchvision's models, be downloaded")
     partition_index: NonNegativeInt = Field(
         0, description="this client's part of a shared data set, 0 to partition_count - 1"
@@ -164,11 +164,6 @@ class ClientConfig(BaseSettings):
     def servers(self) -> tuple[str, ...]:
         """All addresses of the server."""
         return (self.server, *self.other_servers)
-
-    @field_validator("state_dir")
-    @classmethod
-    def _absolute(cls, folder: Path) -> Path:
-        return folder.absolute()  # The code of a job, or a script, may change the working directory later.
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

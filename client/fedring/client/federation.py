@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from math import nan
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -137,6 +138,7 @@ class Federation:
             if address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
                 log.info("Prometheus can read metrics at %s", address, extra={"metrics": address})
             self._link = ServerLink(config, metrics, evaluates=on_evaluate is not None, tell=tell)
+            self._link.session.unapproved = self._consent.waiting
             stack.callback(self._spool.audit.close)
             start = {"side": "client", "client": config.client_id, "software": SOFTWARE, "server": config.server}
             self._spool.audit.try_to_note("start", **start)
@@ -146,7 +148,6 @@ class Federation:
         self._loader = ModelLoader(self._link, models, self._spool.kept, config.private)
         self._delivery = Delivery(self._link, self._spool)
         self._secure.start(self._link)
-        self._link.session.unapproved = self._consent.waiting
         self._task: Task | None = None
         self._zeroed = 0  # rounds that have failed without a word to the server
         self._signal_taken = False
@@ -198,6 +199,7 @@ class Federation:
                 if isinstance(work, EvaluationOrder):
                     self._evaluate(work)
                     continue
+                work.withdrawn = partial(self._consent.withdrawn, work.command)
                 unapproved = self._consent.refusal(work.command)
                 why = refusal(self.config.privacy, self._spool.ledger, work.command)
                 protection = self._secure.protection(work)

@@ -142,7 +142,7 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
     from fedring.client.training.trainer import DeclaredTrainer, prepare
     from fedring.train.jobs.modes import MODES
 
-    config = loaded.config
+    config, folder = loaded.config, Path.cwd()
     set_up_logs(config.log_style, config.log_level)
     origins = ", ".join(sorted(set(loaded.origins.values()))) or "defaults"
     where = f"server {config.server}, client {config.client_id}, state in {config.state_dir}"
@@ -162,7 +162,7 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
         log.error("cannot start with the state folder %s: %s", config.state_dir, error)
         return Exit.FAILED
     log_always(lambda: federation.ids)
-    restart = Restart(federation.close)
+    restart = Restart(federation.close, folder)
 
     def stop(number: int, frame: FrameType | None) -> None:
         restart.cancel()

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 log = logging.getLogger(__name__)
@@ -25,14 +26,15 @@ class Restart:
 
     Args:
         close: Ends the wait for the next round. Any thread may call it.
+        folder: The directory of the start, where its arguments count: the code of a job may have changed it.
 
     Attributes:
         wanted: Whether the process is to begin anew once it has left its current round.
     """
 
-    def __init__(self, close: Callable[[], None]) -> None:
+    def __init__(self, close: Callable[[], None], folder: Path) -> None:
         self.wanted = False
-        self._close = close
+        self._close, self._folder = close, folder
         self._training = self._cancelled = False
         self._check: threading.Thread | None = None
 
@@ -64,6 +66,7 @@ class Restart:
         signal.signal(
             signal.SIGUSR2, signal.SIG_IGN
         )  # This outlives exec: a signal that comes too early must not kill.
+        os.chdir(self._folder)
         os.execv(sys.executable, _command())
 
     def _check_first(self) -> None:
@@ -73,7 +76,12 @@ class Restart:
         """
         try:
             done = subprocess.run(
-                [*_command(), "--check-config"], capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False
+                [*_command(), "--check-config"],
+                cwd=self._folder,
+                capture_output=True,
+                text=True,
+                timeout=_CHECK_SECONDS,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return log.error("not restarted: %s", error)

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from fedring.daemon.wording import either, given, word
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from pydantic_settings import BaseSettings
 
 COMMAND_LINE = "the command line"
+FixedPath = Annotated[Path, AfterValidator(lambda path: path.absolute())]
+"""A path from the directory of the start: the code of a job, or a script, may change that later."""
+
 _NEAR = 0.7  # how similar a key must be to be suggested, from 0 to 1
 
 

@@ -10,6 +10,7 @@ import inspect
 import logging
 import re
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 _FORM = re.compile(r"([1-9][0-9]{0,17})/([0-9A-Za-z-]{1,64})")
 _MOST_BYTES = 256  # how much of a file is read; a valid one is shorter
 _NONE = (0, "")
+_AHEAD_SECONDS = 86_400  # an honest term is no further in the future, as it begins with the time in seconds
 
 
 def term_text(term: int, run_id: str) -> str:
@@ -62,9 +64,19 @@ class NewestTerm:
         with self._lock:
             (number, run), (newest, of) = term, self._seen
             if run == of and number < newest:
-                raise OldTerm(f"this server led in term {number}, and another one has led since, in term {newest}")
+                told = f"this server led in term {number}, and another one has led since, in term {newest}"
+                raise OldTerm(told + self._way_out(newest))
             self._seen = term
             self._keep()
+
+    def _way_out(self, newest: int) -> str:
+        """Return a clause about a term that may be a lie.
+
+        It is empty for others. Only people can tell a server that lies from one that leads: no program forgets a term.
+        """
+        if self._file is None or newest < time.time() + _AHEAD_SECONDS:
+            return ""
+        return f"; that is in the future: if no server that leads has said so, stop fl-client and delete {self._file}"
 
     def _keep(self) -> None:
         if self._file is None:

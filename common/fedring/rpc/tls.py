@@ -12,7 +12,7 @@ from typing import Self
 import grpc
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fedring.daemon.config import ConfigError
+from fedring.daemon.config import ConfigError, FixedPath
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +26,15 @@ class Tls(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    cert: Path | None = Field(default=None, description="this daemon's certificate, followed by any intermediate ones")
-    key: Path | None = Field(default=None, description="its private key, without a password")
-    ca: Path | None = Field(
+    cert: FixedPath | None = Field(
+        default=None, description="this daemon's certificate, followed by any intermediate ones"
+    )
+    key: FixedPath | None = Field(default=None, description="its private key, without a password")
+    ca: FixedPath | None = Field(
         default=None,
         description="the authority that signs the other side's certificates; on fl-server, callers must then show one",
     )
-    crl: Path | None = Field(
+    crl: FixedPath | None = Field(
         default=None, description="the authority's list of revoked certificates, which is read again when it changes"
     )
 

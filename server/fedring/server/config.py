@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from fedring.daemon.config import FixedPath
 from fedring.rpc.address import Address, AddressOrEmpty, HostName, Network, TcpAddressOrEmpty
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.metrics import check_metrics_address
@@ -44,7 +45,7 @@ class ServerConfig(BaseSettings):
         "", description="address that answers only health checks, in plaintext; empty = none"
     )
     reflection: bool = Field(False, description="let callers list the services")
-    state_dir: Path = Field(Path("fl-server-state"), description="folder for models, updates and the database")
+    state_dir: FixedPath = Field(Path("fl-server-state"), description="folder for models, updates and the database")
     state_url: str = Field(
         "",
         description="database of a state that servers share, postgresql://USER@HOST/DATABASE; empty = the state "
@@ -60,7 +61,7 @@ class ServerConfig(BaseSettings):
         False,
         description="keep a chained log of all updates in state_dir/receipts, each with the head of its client's log",
     )
-    init_path: Path | None = Field(
+    init_path: FixedPath | None = Field(
         None,
         description="weights that jobs may start from, .safetensors or .pt: a file, which jobs read that start fresh; "
         "or a folder, of which jobs name the files with start",
@@ -71,7 +72,7 @@ class ServerConfig(BaseSettings):
         '"module:attribute as kind" (docs/clients.md)',
     )
     download: bool = Field(False, description="let weights of torchvision's models be downloaded")
-    data_root: Path | None = Field(None, description="folder of the data sets, for evaluate_on_server")
+    data_root: FixedPath | None = Field(None, description="folder of the data sets, for evaluate_on_server")
 
     heartbeat_seconds: Seconds = Field(1.0, description="period of the heartbeats of a client in a round")
     idle_heartbeat_seconds: Seconds = Field(

@@ -1,9 +1,12 @@
 """A user's evaluation of published models, with `connect`: what it may return, and what its errors end."""
 
+import asyncio
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.waiting import until
 from torch import nn
 
 from fedring.client import connect
@@ -88,3 +91,21 @@ def test_under_masks_or_noise_only_the_site_learns_why_nothing_was_evaluated(
     report = server.evaluations.get_nowait()
     assert (report.total, report.failure) == (0, "")
     assert "model 3 was not evaluated: privacy_policy" in caplog.text
+
+
+def kept_reports() -> int:
+    """Return how many tasks are in memory that have reported an evaluation."""
+    tasks = [each for each in gc.get_objects() if isinstance(each, asyncio.Task)]
+    return sum("report_evaluation" in repr(task.get_coro()) for task in tasks)
+
+
+def test_a_client_that_does_not_evaluate_keeps_nothing_of_what_it_has_answered(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    server.publish(3, schema_of(model), read_vectors(model))
+    with connect(**settings):
+        server.joins.get(timeout=SECONDS)
+        for _ in range(9):
+            server.send(pb.ServerEvent(evaluate=server.evaluation(3)))
+            assert server.evaluations.get(timeout=SECONDS).total == 0
+        until(lambda: kept_reports() <= 1)

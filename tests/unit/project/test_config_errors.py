@@ -1,6 +1,11 @@
 """Errors of a command line, an environment or a value: both daemons use the same words, and say what to do."""
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
+from pydantic import BaseModel
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -123,3 +128,24 @@ def test_the_error_of_a_pattern_shows_its_description_and_not_the_pattern() -> N
 def test_one_error_is_shown_and_the_others_are_counted_by_their_keys() -> None:
     with pytest.raises(ConfigError, match=r"^threads \(from the command line\): .*; and 1 more$"):
         load_config(ServerConfig, overrides=["threads=0", "job.pipeline.micro_batches=x"])
+
+
+def paths_in(table: BaseModel) -> Iterator[Path]:
+    """Yield all paths in a configuration."""
+    for _, value in table:
+        if isinstance(value, BaseModel):
+            yield from paths_in(value)
+        elif isinstance(value, Path):
+            yield value
+
+
+@pytest.mark.parametrize(("model", "more"), [(ServerConfig, ["init_path=p"]), (ClientConfig, ["token_file=p"])])
+def test_all_paths_start_at_the_directory_of_the_start(
+    model: Any, more: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The code of a job may change to another one later."""
+    monkeypatch.chdir(tmp_path)
+    keys = [f"{key}=p" for key in ("data_root", "tls.cert", "tls.key", "tls.ca", "tls.crl")]
+    paths = list(paths_in(load_config(model, overrides=[*keys, *more]).config))
+    assert set(paths) == {tmp_path / "p", tmp_path / model.model_fields["state_dir"].default}
+    assert len(paths) == 7

@@ -1,6 +1,7 @@
 """The card of a job: its settings and code, as canonical JSON."""
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ ROUND_KEYS = ("batch_size", "clip_norm", "encoding", "epochs", "lr", "momentum",
 MAX_CARD_BYTES = 1 << 20
 
 _FORMAT = 1
+_PLAIN = re.compile(r"[A-Za-z0-9_-]+")
 _DEPTH = 8  # tables in each other whose keys are told apart
 _TEXTS = TABLES | {"model_args", "optimizer_args", "transforms"}
 """Keys of jobs whose text is JSON: how it is spaced does not matter."""
@@ -75,11 +77,14 @@ def job_facts(job: pb.JobSpec) -> dict[str, Any]:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return the keys in which two cards differ, with both values.
 
-    None stands for a missing one. Keys of tables are joined by dots.
+    None stands for a missing one. Keys of tables are joined by dots, and are in quotes if they are no plain words: a
+    server chooses some, and must not make two keys look like one, or move the cursor of a terminal.
     """
     before, after = dict(_leaves("", old)), dict(_leaves("", new))
-    keys = sorted(before.keys() | after.keys())
-    return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
+    # Compared as text, as a card's name is: for Python, true equals 1.
+    was, becomes = ({key: canonical({"": value}) for key, value in each.items()} for each in (before, after))
+    keys = sorted(key for key in before.keys() | after.keys() if was.get(key) != becomes.get(key))
+    return [(key, before.get(key), after.get(key)) for key in keys]
 
 
 def _facts(message: pb.JobSpec | pb.TrainCmd, keys: Collection[str]) -> dict[str, Any]:
@@ -101,6 +106,7 @@ def _parsed(text: Any) -> Any:
 def _leaves(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value and depth < _DEPTH:
         for key, inner in value.items():
-            yield from _leaves(f"{prefix}.{key}" if prefix else key, inner, depth + 1)
+            word = key if _PLAIN.fullmatch(key) else json.dumps(key)
+            yield from _leaves(f"{prefix}.{word}" if prefix else word, inner, depth + 1)
     else:
         yield prefix, value

@@ -1,12 +1,14 @@
 """The cards in a client's state folder, and the decisions about them.
 
 One file for each card holds, after a line with their SHA-256, the card and its approvals. fl-client writes a card once,
-and `fl-client cards` adds decisions, so the two never write the same file at once.
+and `fl-client cards` adds decisions. Whoever decides, or drops cards, has the lock of the folder.
 """
 
+import fcntl
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -149,17 +151,34 @@ class Cards:
     def decide(self, kept: KeptCard, decision: Decision) -> KeptCard:
         """Add a decision about a card, durably.
 
+        Decisions of others that came meanwhile stay.
+
         Raises:
-            CardError: If its note is too long, or the folder belongs to another user.
+            CardError: If its note is too long, its file is damaged, or the folder belongs to another user.
             OSError: If it cannot be written.
         """
         if len(decision.note) > _MAX_NOTE:
             raise CardError(f"the note has {len(decision.note)} characters, above {_MAX_NOTE}")
         if (owner := self._folder.stat().st_uid) != os.geteuid():  # fl-client could not read what another user writes
             raise CardError(f"{self._folder} belongs to the user {owner}: decide about cards as that user")
-        decided = replace(kept, decisions=(*kept.decisions, decision))
-        replace_with_digest(self._folder / kept.card.name, _text_of(decided))
+        path = self._folder / kept.card.name
+        with self._alone():
+            with suppress(FileNotFoundError):  # fl-client has just dropped it
+                kept = self._read(path)
+            decided = replace(kept, decisions=(*kept.decisions, decision))
+            replace_with_digest(path, _text_of(decided))
         return decided
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let nobody else decide about cards, or drop some, meanwhile."""
+        fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with suppress(OSError):  # a file system may know no locks
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
 
     def _names(self) -> list[str]:
         try:
@@ -174,7 +193,9 @@ class Cards:
             kept = read_kept(data)
             if kept.card.name != path.name:
                 raise ValueError("it holds another card")
-        except ValueError as error:
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError) as error:
             raise CardError(
                 f"{path} is damaged ({error}): remove it, and approve its card again when the job comes back"
             ) from error
@@ -186,9 +207,10 @@ class Cards:
         A server can send any number."""
         if len(self._names()) <= MAX_WAITING:
             return
-        waiting = [kept for kept in self.all()[0] if not kept.decisions]
-        for kept in waiting[: max(0, len(waiting) - MAX_WAITING)]:
-            (self._folder / kept.card.name).unlink(missing_ok=True)
+        with self._alone():
+            waiting = [kept for kept in self.all()[0] if not kept.decisions]
+            for kept in waiting[: max(0, len(waiting) - MAX_WAITING)]:
+                (self._folder / kept.card.name).unlink(missing_ok=True)
 
 
 def read_kept(data: bytes) -> KeptCard:

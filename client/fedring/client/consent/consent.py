@@ -1,5 +1,6 @@
 """The consent of a site to a job, asked before any work."""
 
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,9 @@ from fedring.client.consent.card import MAX_CARD_BYTES, Card, card_of, job_facts
 from fedring.client.consent.cards import CardError, Cards
 from fedring.client.consent.code import InstalledCode
 from fedring.client.consent.orders import Orders, Permit
+from fedring.daemon.durable import replace_with_digest, text_after_digest
 from fedring.train.orders.signed_job import BadOrder
+from fedring.untrusted import parse_json
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -19,7 +22,12 @@ log = logging.getLogger(__name__)
 NOT_APPROVED = "not_approved"
 """The reason with which a client refuses a job while people at its site have to decide about it."""
 
+FILE = "waiting.json"
+
 _MOST_WAITING = 64  # jobs that are asked about with each heartbeat
+_LONGEST_RUN = 128  # characters of its id
+
+_Job = tuple[str, int, int]  # its run, epoch and number
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,8 @@ class Consent:
         self._code = InstalledCode(trusted if approval.mode == "cards" else ())
         self._site = {"code": self._code.facts, "own": {key: name for key, name in own.items() if name}}
         self.card = ""
-        self._waiting: dict[int, Card] = {}  # by job, the card that it waits for
+        self._path = state_dir / FILE
+        self._waiting = self._kept() if approval.mode == "cards" else {}  # by job, the card that it waits for
 
     def refusal(self, command: pb.TrainCmd) -> Refusal | None:
         """Return why this client does not train for a command.
@@ -85,15 +94,20 @@ class Consent:
         if edited := self._code.changed():
             text = f"the installed source of {edited} has changed since fl-client was started: restart fl-client"
             return Refusal(NOT_APPROVED, text)
-        card, job_id = card_of(command, self._site, self._approval.free), command.job.job_id
-        self.card, why = card.name, self._refusal(card)
-        self._waiting.pop(job_id, None)
-        if why:
-            log.warning("job %d waits: %s; show it with: fl-client cards list", job_id, why)
-            while len(self._waiting) >= _MOST_WAITING:
-                del self._waiting[next(iter(self._waiting))]
-            self._waiting[job_id] = card
+        card = card_of(command, self._site, self._approval.free)
+        self.card, why = card.name, self._note(command, card)
         return Refusal(NOT_APPROVED, why) if why else None
+
+    def withdrawn(self, command: pb.TrainCmd) -> str:
+        """Return the reason for which no update may leave any more.
+
+        It is empty while the command's card is approved. Code that was changed since does not matter: what has trained
+        is what was approved.
+        """
+        if self._approval.mode == "off":
+            return ""
+        card = card_of(command, self._site, self._approval.free)
+        return NOT_APPROVED if self._note(command, card) else ""
 
     def permits(self, command: pb.TrainCmd) -> bool:
         """Return whether this client may train for a command.
@@ -150,10 +164,57 @@ class Consent:
         self._orders.follow(self.permit)
         return {"operator": self.permit.operator, "order": self.permit.nonce}
 
-    def waiting(self) -> list[int]:
-        """Return the jobs that wait for an approval at this site."""
-        waiting = dict(self._waiting)
-        return [job_id for job_id, card in waiting.items() if self._refusal(card)]
+    def waiting(self, session: pb.JoinReply, refused: int = 0) -> list[int]:
+        """Return the jobs that wait for an approval at this site.
+
+        They are those of one server's state: another one may have other jobs with the same ids.
+
+        Args:
+            session: As the server has opened it.
+            refused: A job whose refusal the server is being told: it has waited then, whatever was decided since.
+        """
+        found = []
+        for (run_id, epoch, job_id), card in list(self._waiting.items()):
+            same_epoch = not session.HasField("epoch") or session.epoch == epoch
+            if run_id == session.run_id and same_epoch and (job_id == refused or self._refusal(card)):
+                found.append(job_id)
+        return found
+
+    def _note(self, command: pb.TrainCmd, card: Card) -> str:
+        """Return why a command's card is not approved; its job waits then."""
+        key, why = (command.run_id, command.epoch, command.job.job_id), self._refusal(card)
+        if not why:
+            if self._waiting.pop(key, None):
+                self._keep()
+            return ""
+        log.warning("job %d waits: %s; show it with: fl-client cards list", command.job.job_id, why)
+        self._waiting[key] = card  # at once: a heartbeat that named the job no more would say that it is approved
+        for other in list(self._waiting)[:-_MOST_WAITING]:
+            self._waiting.pop(other, None)
+        self._keep()
+        return why
+
+    def _keep(self) -> None:
+        """Write down which jobs wait.
+
+        Otherwise, all other sites would train once more for each restart of a site that has not decided.
+        """
+        rows = [[*job, card.name] for job, card in self._waiting.items() if len(job[0]) <= _LONGEST_RUN]
+        try:
+            replace_with_digest(self._path, json.dumps(rows).encode())
+        except OSError as error:
+            log.warning("%s cannot be written, so a restart forgets which jobs wait: %s", self._path, error)
+
+    def _kept(self) -> dict[_Job, Card]:
+        """Return the jobs that waited when this client ended."""
+        try:
+            rows = parse_json(text_after_digest(self._path.read_bytes()))
+            return {(str(run), int(epoch), int(job)): self._cards.named(name).card for run, epoch, job, name in rows}
+        except FileNotFoundError:
+            return {}
+        except (CardError, OSError, ValueError, TypeError) as error:
+            log.warning("%s cannot be read, so the server asks for these jobs again: %s", self._path, error)
+            return {}
 
     def _refusal(self, card: Card) -> str:
         try:

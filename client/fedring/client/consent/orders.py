@@ -3,7 +3,7 @@
 orders.json in the state folder has, after a line with its SHA-256, for each signed job: which job of the server it was
 first seen as, what must stay the same in all of its commands, and which rounds this site has been asked for. It is
 written before a round is trained, so a job that is started again, and a round beyond the last, is seen as such also
-after a kill. A job is forgotten a day after its signature has ended.
+after a kill. A job is forgotten when another one is followed that was signed a day after the end of its signature.
 """
 
 import hashlib
@@ -118,7 +118,7 @@ class Orders:
         elif now < known.last:
             raise BadOrder("replayed", f"round {command.round} comes after round {known.last[1]} of the same job")
         else:
-            if command.job_round == 1 and known.evaluations:
+            if command.job_round == 1 and known.evaluations and not _begins_anew(known, command):
                 raise BadOrder("replayed", "the first round of the job comes after an evaluation of it")
             _check_count(order, known.rounds, "train in")
             known = replace(known, rounds=known.rounds + 1, last=now, task=task)
@@ -147,7 +147,8 @@ class Orders:
         """
         if self._followed.get(permit.nonce) == permit.followed:
             return
-        oldest = time.time() - _DAY
+        # Whoever signs has a clock, too: one of them that is wrong must not make a job be forgotten before its end.
+        oldest = min(time.time(), permit.order.at) - _DAY
         kept = {nonce: each for nonce, each in self._followed.items() if each.until > oldest}
         kept[permit.nonce] = permit.followed
         text = json.dumps({nonce: asdict(each) for nonce, each in kept.items()}, sort_keys=True)
@@ -166,6 +167,8 @@ class Orders:
         if known.job_id != command.job.job_id:
             text = f"this signed job was started before, as job {known.job_id}, and the server starts it as job"
             raise BadOrder("replayed", f"{text} {command.job.job_id}: sign it again")
+        if isinstance(command, pb.TrainCmd) and _begins_anew(known, command):
+            known = replace(known, fixed=known.fixed | {"residual_after": fixed["residual_after"]})
         if changed := next((key for key, value in fixed.items() if known.fixed.get(key) != value), ""):
             text = f"{changed} is {fixed[changed] or 'empty'}, and was {known.fixed.get(changed) or 'empty'} before"
             raise BadOrder("changed_command", f"{text} in the same job")
@@ -178,6 +181,11 @@ def _short(text: str) -> str:
     It is the digest if the text is longer than those of an honest server.
     """
     return text if len(text) <= _MOST_TEXT else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _begins_anew(known: Followed, command: pb.TrainCmd) -> bool:
+    """Return whether a job begins again, as at a restored server."""
+    return command.job_round == 1 and known.rounds > 0 and command.epoch > known.last[0]
 
 
 def _check_count(order: JobOrder, count: int, what: str) -> None:

@@ -5,6 +5,7 @@ It is the newest of each that the server has asked for.
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fedring.train.bounds import MAX_SECONDS
@@ -31,6 +32,7 @@ class Assignment:
     failure: pb.Failure | None = None  # what the server was told if this client failed
     accepted_name: str = ""  # the name of its update, once the server has accepted that
     previous: "Assignment | None" = None  # the assignment that it replaced
+    withdrawn: Callable[[], str] = lambda: ""  # returns a reason if the site lets no update leave any more
 
     @property
     def round_key(self) -> tuple[str, int, str]:

@@ -77,7 +77,8 @@ class ClientSession:
 
     def __init__(self, connection: Connection, health: Health, *, evaluates: bool, tell: Callable[[str], None]) -> None:
         self.inbox = WorkInbox(connection.max_jobs)
-        self.unapproved: Callable[[], list[int]] = list  # returns the jobs that wait for a person at this site
+        # Returns the jobs of a session that wait for a person at this site, with the one whose refusal is being told.
+        self.unapproved: Callable[[pb.JoinReply, int], list[int]] = lambda session, refused: []
         self.round_events: asyncio.Queue[pb.ServerEvent] = asyncio.Queue(_MOST_EVENTS)  # for a protection with steps
         self._connection = connection
         self._health = health
@@ -227,7 +228,7 @@ class ClientSession:
         self._period, self._paced = _pause_of(session.heartbeat_seconds), False
         lost: Lost = Unavailable("the server closed the session")
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._send_heartbeats(call, session))]
+            tasks = {group.create_task(self._send_heartbeats(call, session))}
             try:
                 events = TimedStream(aiter(call), session.lost_after_seconds)
                 async for event in events:
@@ -235,7 +236,8 @@ class ClientSession:
                     self._follow(event, session)
                     events.seconds = session.lost_after_seconds + (_MISSED * self._period if self._paced else 0.0)
                     if answer := self._handle(event):
-                        tasks.append(group.create_task(self.report_evaluation(answer)))
+                        tasks.add(report := group.create_task(self.report_evaluation(answer)))
+                        report.add_done_callback(tasks.discard)
                     if self._connection.session_refused:
                         break
             except (aio.AioRpcError, FedringError) as error:
@@ -301,14 +303,16 @@ class ClientSession:
     def _report(self) -> pb.WatchRequest:
         round_, job_id = self._work  # read once, since other threads set it
         self._told = round_
+        failure = self._failures[0] if self._failures else None
+        failed = self.inbox.find(failure.round) if failure else None
         return pb.WatchRequest(
             matched=self._matched,
             activity=self._activity,
             progress=self._progress,
             reports_no_progress=not self._reports_progress,
-            failure=self._failures[0] if self._failures else None,
+            failure=failure,
             work=pb.Work(round=round_, job_id=job_id, ended_round=self._ended),
-            unapproved_jobs=self.unapproved(),
+            unapproved_jobs=self.unapproved(self._connection.session, failed.command.job.job_id if failed else 0),
         )
 
     def _follow(self, event: pb.ServerEvent, session: pb.JoinReply) -> None:

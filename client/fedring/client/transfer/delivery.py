@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
+from fedring.client.consent.consent import NOT_APPROVED
 from fedring.client.errors import FederationClosed, RoundOver, UpdateRefused
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
@@ -57,7 +58,7 @@ class Delivery:
         self._link.session.begin(pb.ACTIVITY_PUSHING)
         try:
             with span("upload", assignment.command.traceparent, round=assignment.command.round):
-                self._push(spooled, lambda: assignment.stop_reason, assignment.deadline)
+                self._push(spooled, lambda: assignment.stop_reason or assignment.withdrawn(), assignment.deadline)
         except UpdateRefused as error:
             self._spool.drop()
             detail = error.detail
@@ -76,6 +77,8 @@ class Delivery:
             if not assignment.undelivered and error.reason not in ("closed", _NOT_A_WORKER):
                 # If the server asks for this round again, it was restored to a time before it, and wants a new update.
                 assignment.end_reason = assignment.end_reason or error.reason
+            if error.reason == NOT_APPROVED:  # the server waits for this client
+                self.fail(assignment, error.reason, "this site does not approve the job any more")
             if error.reason == _NOT_A_WORKER:
                 self._link.call(lambda: self._link.session.inbox.hand_out_again(assignment))
             raise

@@ -115,6 +115,8 @@ class ClientReports:
         if open_ is None:
             return
         open_.failures.append(text)
+        if (session := self._sessions.get(client)) is not None and open_.row.job_id in session.unapproved:
+            open_.asked = True  # people there may approve the job before the round ends
         # A group that must be whole cannot do without any of its workers, and code that fails on one would fail on its
         # replacement.
         of_the_worker = reason in _FAULTS_OF_THE_WORKER

@@ -86,6 +86,7 @@ class OpenRound:
     left_out: frozenset[str] = frozenset()  # clients that are not drawn: an earlier round has proved them wrong
     prepared: RoundSteps | None = None  # the transforms' steps for the accepted updates; None = not known yet
     failures: list[str] = field(default_factory=list)  # sentences: who could not train, what was damaged
+    asked: bool = False  # whether a client has failed in it whose site had not approved the job then
     unevaluated: dict[str, str] = field(default_factory=dict)  # sentences on evaluations that lack figures, by client
     stop_reason: str = ""  # why the round ends without a model if the disk refuses that model; "" = nobody asked
     making: bool = False  # whether its model is made right now, and is published in a moment

@@ -190,14 +190,15 @@ class RoundRunner:
 
     async def _finish_abandoned(self, open_: OpenRound, round_: Round) -> RoundResult:
         facts = self._facts
-        asked = open_.started and round_.reason == "too_few_clients" and rd.unapproved(open_.state, round_.rules)
+        # Too few for the round, or for its masks; and a pipeline cannot begin without any of its clients.
+        asked = open_.asked and round_.reason.startswith(("too_few", NOT_APPROVED))
         open_.row = open_.ended(Phase.ABANDONED, reason=NOT_APPROVED if asked else round_.reason)
         await facts.keep(facts.db, facts.store.rounds.replace, open_.row)
         self._publisher.end_training(open_)
         away = () if open_.row.selected else await facts.keep(facts.db, facts.store.updates.counts)
         reason = why_abandoned(open_, open_.state, away, self._listen)
         self._rounds.tell(open_, "round_abandoned", f"{open_.title} was abandoned: {reason}")
-        return RoundResult(published=False, reason=reason, retryable=open_.retryable, unapproved=bool(asked))
+        return RoundResult(published=False, reason=reason, retryable=open_.retryable, unapproved=asked)
 
     def _tell_progress(self, open_: OpenRound, progress: RoundProgress, now: float) -> float:
         """Tell operators about an open barrier, or log the round's progress.

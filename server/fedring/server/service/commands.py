@@ -60,6 +60,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             software=SOFTWARE,
             last_accepted=pb.LastAccepted(epoch=last.epoch, round=last.round, name=last.name) if last else None,
             resume_secret=session.secret,
+            epoch=self._facts.store.epoch,
         )
 
     async def Watch(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too

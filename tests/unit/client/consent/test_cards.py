@@ -1,10 +1,13 @@
 """Cards of jobs: what they cover, what a decision about one is worth, and what a damaged one does."""
 
+import fcntl
 import json
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from zipfile import ZipFile
 
 import pytest
@@ -19,18 +22,20 @@ from fedring.client.consent.cards import (
     CardError,
     Cards,
     Decision,
+    KeptCard,
     day_of,
     end_of,
     read_kept,
 )
 from fedring.client.consent.code import InstalledCode
-from fedring.client.consent.consent import Consent, Refusal
+from fedring.client.consent.consent import FILE, Consent, Refusal
 from fedring.daemon.durable import with_digest
 from fedring.daemon.program import run
 from fedring.v1 import federation_pb2 as pb
 
 SITE = {"code": {"fedring": {"version": "1"}}, "own": {}}
 LATER = 4e9
+HERE = pb.JoinReply(epoch=0)
 
 
 def command(job_id: int = 1, **changes: object) -> pb.TrainCmd:
@@ -76,6 +81,23 @@ def test_numbers_that_are_not_finite_have_a_card_too() -> None:
 def test_the_difference_of_two_cards_names_the_keys() -> None:
     old, new = card_of(command(), SITE, []), card_of(command(lr=0.2, dp='{"clip": 1.0, "delta": 0.1}'), SITE, [])
     assert differences(old.facts, new.facts) == [("job.dp.delta", None, 0.1), ("round.lr", 0.1, 0.2)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "keys"),
+    [
+        ('{"a": 1}', '{"a": true}', ["job.model_args.a"]),
+        ('{"a": 1}', '{"a": 1.0}', ["job.model_args.a"]),
+        ("{}", '{"a": null}', ["job.model_args", "job.model_args.a"]),
+        ('{"a": {"b": 1}}', '{"a.b": 1}', ['job.model_args."a.b"', "job.model_args.a.b"]),
+        ('{"b": 1}', '{"b": 1, "\\u001b[1A\\u001b[2K": 2}', ['job.model_args."\\u001b[1A\\u001b[2K"']),
+        ('{"b": 1}', '{"b": 1, "c\\nround.lr": 2}', ['job.model_args."c\\nround.lr"']),
+    ],
+)
+def test_no_difference_of_two_cards_is_hidden(old: str, new: str, keys: list[str]) -> None:
+    cards = [card_of(command(model_args=text), SITE, []) for text in (old, new)]
+    assert cards[0].name != cards[1].name
+    assert [key for key, _, _ in differences(cards[0].facts, cards[1].facts)] == keys
 
 
 def test_only_the_newest_decision_counts(tmp_path: Path) -> None:
@@ -129,6 +151,60 @@ def test_a_server_cannot_fill_the_disk_with_cards(tmp_path: Path) -> None:
     kept, damaged = cards.all()
     assert (len(kept), damaged) == (MAX_WAITING + 1, [])
     assert decided in kept
+
+
+def test_decisions_at_the_same_moment_are_all_kept(tmp_path: Path) -> None:
+    cards = Cards(tmp_path)
+    kept, begin = cards.find(card_of(command(), SITE, [])), Barrier(8)
+
+    def decide(number: int) -> None:
+        begin.wait()
+        Cards(tmp_path).decide(kept, Decision(float(number), 0, approved=False))
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(decide, range(8)))
+    assert sorted(each.at for each in cards.named(kept.short).decisions) == list(range(8))
+
+
+def test_a_card_that_is_being_approved_is_not_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Cards.all
+
+    def approved_meanwhile(self: Cards) -> tuple[list[KeptCard], list[str]]:
+        """Approve the oldest card, as another process does, unless a lock keeps it waiting."""
+        found = read(self)
+        fd = os.open(tmp_path / FOLDER, os.O_RDONLY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held.append(fd)
+        else:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            self.decide(found[0][0], Decision(time.time(), 0, approved=True))
+        os.close(fd)
+        return found
+
+    held: list[int] = []
+    cards = Cards(tmp_path)
+    oldest = cards.find(card_of(command(), SITE, []))
+    monkeypatch.setattr(Cards, "all", approved_meanwhile)
+    for number in range(MAX_WAITING):
+        cards.find(card_of(command(epochs=number + 2), SITE, []))
+    monkeypatch.undo()
+    if not held:
+        assert cards.find(oldest.card).refusal(time.time()) == ""
+    cards.decide(oldest, Decision(time.time(), 0, approved=True))  # the other process goes on, though it was dropped
+    assert cards.find(oldest.card).refusal(time.time()) == ""
+
+
+def test_a_card_that_the_disk_cannot_read_hides_no_other(tmp_path: Path) -> None:
+    cards = Cards(tmp_path)
+    good, bad = (cards.find(card_of(command(epochs=epochs), SITE, [])) for epochs in (1, 2))
+    (tmp_path / FOLDER / bad.card.name).unlink()
+    (tmp_path / FOLDER / bad.card.name).mkdir()  # which cannot be read as a file
+    kept, damaged = cards.all()
+    assert (kept, len(damaged)) == ([good], 1)
+    with pytest.raises(CardError, match="damaged"):
+        cards.find(bad.card)
 
 
 def module(folder: Path, text: str) -> Path:
@@ -204,16 +280,16 @@ def test_consent_is_asked_for_once_for_each_card(tmp_path: Path, monkeypatch: py
     evaluation = pb.EvaluateCmd(job=command().job)
     assert "not approved" in why(consent.refusal(command()))
     assert "no card" in why(consent.refusal_to_evaluate(evaluation))
-    assert consent.waiting() == [1]
+    assert consent.waiting(HERE) == [1]
 
     cards = Cards(tmp_path)
     (kept,), _ = cards.all()
     cards.decide(kept, Decision(time.time(), 0, approved=True))
-    assert consent.waiting() == []
+    assert consent.waiting(HERE) == []
     assert why(consent.refusal(command(job_id=2, rounds=50))) == ""
     assert why(consent.refusal_to_evaluate(evaluation)) == ""
     assert "not approved" in why(consent.refusal(command(lr=0.5)))
-    assert consent.waiting() == [1]
+    assert consent.waiting(HERE) == [1]
     file.write_text("A = 2\n")  # in mid-job
     assert "restart fl-client" in why(consent.refusal(command()))
     restarted = Consent(approval, tmp_path, ["fedring", "site_code"], {"model": ""})
@@ -222,6 +298,36 @@ def test_consent_is_asked_for_once_for_each_card(tmp_path: Path, monkeypatch: py
     assert any(differences(kept.card.facts, each.card.facts)[0][0] == "code.site_code.digest" for each in waiting)
     another = Consent(approval, tmp_path, ["fedring", "site_code"], {"model": "site_code:other"})
     assert "not approved" in why(another.refusal(command()))
+
+
+def test_a_job_whose_refusal_is_told_has_waited_whatever_was_decided_since(tmp_path: Path) -> None:
+    consent = Consent(Approval.model_validate({"mode": "cards"}), tmp_path, ["fedring"], {})
+    assert "not approved" in why(consent.refusal(command()))
+    cards = Cards(tmp_path)
+    cards.decide(cards.all()[0][0], Decision(time.time(), 0, approved=True))
+    assert consent.waiting(HERE, 1) == [1]
+    assert consent.waiting(HERE, 2) == consent.waiting(HERE) == []
+    assert consent.refusal(command()) is None
+    assert consent.waiting(HERE, 1) == []
+
+
+def test_a_job_that_waits_is_known_after_a_restart(tmp_path: Path) -> None:
+    def started() -> Consent:
+        return Consent(Approval.model_validate({"mode": "cards"}), tmp_path, ["fedring"], {})
+
+    consent = started()
+    for number in (1, 2):
+        consent.refusal(command(number, epochs=number))
+    assert started().waiting(HERE) == [1, 2]
+    cards = Cards(tmp_path)
+    cards.decide(cards.all()[0][0], Decision(time.time(), 0, approved=True))  # which no process of the client sees
+    again = started()
+    assert again.waiting(HERE) == [2]
+    assert again.refusal(command(1)) is None
+    assert len(json.loads((tmp_path / FILE).read_bytes().partition(b"\n")[2])) == 1
+    for text in (b"", b"[]", with_digest(b"3"), with_digest(b'[["", 0, 2, "beef"]]')):
+        (tmp_path / FILE).write_bytes(text)
+        assert started().waiting(HERE) == []
 
 
 def test_an_evaluation_needs_a_card_with_the_same_values_and_types(tmp_path: Path) -> None:

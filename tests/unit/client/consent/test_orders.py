@@ -292,6 +292,29 @@ def test_a_job_runs_once(pki: Pki, tmp_path: Path) -> None:
     assert reason(lambda: site.permit(again)) == "replayed"
 
 
+def test_a_restored_server_may_begin_a_job_again(pki: Pki, tmp_path: Path) -> None:
+    """It was restored to a time before the job's first round had ended, or before the job had begun."""
+    job = job_of(evaluate=True)
+    paper, site = signed(pki, job), orders(pki, tmp_path)
+    first = command_of(job, paper)
+    site.follow(site.permit(first))
+    site.follow(site.permit_evaluation(evaluation(job, paper)))
+    first.round += 1
+    assert reason(lambda: site.permit(first)) == "replayed"  # in the same epoch
+    first.epoch, first.residual_after_epoch, first.residual_after = 2, 2, 6
+    second = command_of(job, paper, job_round=2)
+    second.epoch, second.residual_after_epoch, second.residual_after = 2, 2, 6
+    assert reason(lambda: site.permit(second)) == "changed_command"  # what the site keeps is that of the beginning
+    permit = site.permit(first)
+    assert permit.starts_fresh  # so its first model is compared with its seed once more
+    site.follow(permit)
+    second.round = first.round + 1
+    site.follow(site.permit(second))
+    assert orders(pki, tmp_path).permit(second).followed.rounds == 3
+    second.round, second.residual_after = second.round + 1, 3
+    assert reason(lambda: site.permit(second)) == "changed_command"
+
+
 @pytest.mark.parametrize("field", ["schema_hash", "residual_after", "frozen_digest"])
 def test_what_stays_the_same_in_a_job_cannot_change(pki: Pki, tmp_path: Path, field: str) -> None:
     job = job_of()
@@ -453,6 +476,22 @@ def test_signed_jobs_are_forgotten_after_their_end(pki: Pki, tmp_path: Path, mon
     site.follow(site.permit(command_of(job, signed_by(new, pki.tls("ann")))))
     text = (tmp_path / FILE).read_text()
     assert (old.nonce in text, new.nonce in text) == (False, True)
+
+
+def test_a_clock_that_was_ahead_for_a_while_lets_no_job_be_forgotten(
+    pki: Pki, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, site, now = job_of(), orders(pki, tmp_path), time.time()
+    paper = signed(pki, short)
+    site.follow(site.permit(command_of(short, paper)))
+    long = job_of(bounds={"days": 365})
+    follows = command_of(long, signed(pki, long))
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now + 60 * DAY)
+        site.follow(site.permit(follows))
+    again = command_of(short, paper)
+    again.job.job_id = 9
+    assert reason(lambda: site.permit(again)) == "replayed"
 
 
 def test_an_approval_that_has_ended_stops_a_signed_job_in_mid_job(pki: Pki, tmp_path: Path) -> None:

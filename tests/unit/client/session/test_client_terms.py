@@ -1,6 +1,7 @@
 """Clients refuse the commands and the replies of a server that another one has replaced."""
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,18 @@ def test_terms_only_rise(tmp_path: Path) -> None:
         with pytest.raises(OldTerm):
             again.check((2, RUN))
         again.check((3, RUN))
+
+
+@pytest.mark.parametrize(("seconds", "advised"), [(3600, False), (400 * 86_400, True)])
+def test_only_a_term_far_in_the_future_is_told_with_a_way_out(tmp_path: Path, seconds: int, advised: bool) -> None:
+    """A server in other hands may have claimed it. Only people can know that no other one leads."""
+    file, now = tmp_path / "leader_term", int(time.time())
+    newest = NewestTerm(file)
+    newest.check((now + seconds, RUN))
+    with pytest.raises(OldTerm) as refused:
+        newest.check((now, RUN))
+    assert (f"stop fl-client and delete {file}" in str(refused.value)) == advised
+    with pytest.raises(OldTerm):
+        NewestTerm(file).check((now, RUN))
+    file.unlink()
+    NewestTerm(file).check((now, RUN))

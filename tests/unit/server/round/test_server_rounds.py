@@ -168,9 +168,36 @@ async def test_an_update_waits_only_for_moments_for_others(host: Host) -> None:
 def asked(host: Host, client: str) -> Session:
     """Return a session of a client whose site has not approved job 1."""
     session = host.join(client)
-    session.unapproved = frozenset({1})
-    host.rounds.works(session)
+    decides(host, session, 1)
     return session
+
+
+def decides(host: Host, session: Session, *unapproved: int) -> None:
+    """Take in which jobs the client's site has not approved, as its next heartbeat says."""
+    session.unapproved = frozenset(unapproved)
+    host.rounds.works(session)
+
+
+async def test_a_round_that_a_site_has_not_approved_is_not_counted_if_it_approves_meanwhile(host: Host) -> None:
+    sessions = {client: host.join(client) for client in ("a", "b")}
+    job, _ = await host.jobs.start(spec(min_clients=2, min_clients_to_aggregate=2, max_abandoned=1, rounds=1), "")
+    commands = {client: await host.command(session) for client, session in sessions.items()}
+    decides(host, sessions["a"], 1)
+    host.parts.reports.failed("a", pb.Failure(round=commands["a"].round, reason="not_approved"))
+    decides(host, sessions["a"])  # before the other one has trained
+    await host.offer(host.update(commands["b"], "b"))
+    for client, session in sessions.items():
+        await host.offer(host.update(await host.command(session), client))
+    assert await host.ended(job.job_id) == "completed"
+
+
+async def test_failures_count_while_another_site_has_not_approved_the_job(host: Host) -> None:
+    sessions = {client: host.join(client) for client in ("a", "b")}
+    asked(host, "undecided")
+    job, _ = await host.jobs.start(spec(min_clients=2, min_clients_to_aggregate=2, max_abandoned=1, rounds=1), "")
+    for client, session in sessions.items():
+        host.parts.reports.failed(client, pb.Failure(round=(await host.command(session)).round, reason="train_error"))
+    assert await host.ended(job.job_id) == "failed"
 
 
 def let_an_hour_pass(open_: OpenRound) -> None:
@@ -211,8 +238,7 @@ async def test_a_round_that_waits_for_people_outlasts_a_restart_and_the_absence_
         sessions = [asked(host, client) for client in ("a", "b")]
         await seen(lambda: host.round.held_since)
         for session in sessions:
-            session.unapproved = frozenset()
-            host.rounds.works(session)
+            decides(host, session)
         assert {(await host.command(session)).job.job_id for session in sessions} == {1}
 
 

@@ -1,0 +1,120 @@
+"""Jobs that wait for people at a site: what the server is told of them, and by which of its states."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch import nn
+
+from fedring.client import connect
+from fedring.client.consent.approval import Approval
+from fedring.client.consent.cards import Cards, Decision
+from fedring.client.consent.consent import Consent, Refusal
+from fedring.client.errors import RoundOver
+from fedring.rpc.errors import Unavailable
+from fedring.v1 import federation_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.scripted_server import ScriptedServer
+
+SECONDS = 60.0
+
+
+def decide(state_dir: Path, *, approved: bool) -> None:
+    """Decide about all cards."""
+    cards = Cards(state_dir)
+    for kept in cards.all()[0]:
+        cards.decide(kept, Decision(time.time(), 0, approved=approved))
+
+
+@contextmanager
+def asking(settings: dict[str, Any]) -> Iterator[None]:
+    """Run a client whose site approves jobs first."""
+    with connect(**settings, approval={"mode": "cards"}) as federation:
+        thread = threading.Thread(target=lambda: list(federation))
+        thread.start()
+        yield
+        federation.close()
+        thread.join()
+
+
+def report(server: "ScriptedServer", *, failed: bool) -> pb.WatchRequest:
+    """Return the next report of the client, or the next one with a failure."""
+    while True:
+        found = server.reports.get(timeout=SECONDS)
+        if not failed or found.HasField("failure"):
+            return found
+
+
+def test_a_refusal_names_the_job_though_it_was_approved_before_it_is_told(
+    server: "ScriptedServer", settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse = Consent.refusal
+
+    def refuse_then_approve(self: Consent, command: pb.TrainCmd) -> Refusal | None:
+        refused = refuse(self, command)
+        decide(settings["state_dir"], approved=True)
+        return refused
+
+    monkeypatch.setattr(Consent, "refusal", refuse_then_approve)
+    with asking(settings):
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(nn.Linear(2, 2), job=pb.JobSpec(mode="federated", job_id=7)))
+        told = report(server, failed=True)
+        assert (told.failure.reason, list(told.unapproved_jobs)) == ("not_approved", [7])
+        assert report(server, failed=False).unapproved_jobs == []
+
+
+@pytest.mark.parametrize(
+    ("state", "jobs"),
+    [({}, [7]), ({"run_id": "run-2"}, []), ({"epoch": 1}, [])],
+    ids=["started again", "another server", "restored"],
+)
+def test_a_job_waits_at_the_state_of_the_server_that_has_asked(
+    server: "ScriptedServer", settings: dict[str, Any], state: dict[str, Any], jobs: list[int]
+) -> None:
+    """A job of another state with the same number may be one that the site has approved."""
+    with asking(settings):
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(nn.Linear(2, 2), job=pb.JobSpec(mode="federated", job_id=7)))
+        assert report(server, failed=True).unapproved_jobs == [7]
+        server.stop()
+        while not server.reports.empty():
+            server.reports.get()
+        vars(server).update(state)
+        server.start()
+        assert report(server, failed=False).unapproved_jobs == jobs
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["before it is sent", "between two tries"])
+def test_no_update_leaves_after_the_approval_was_revoked(
+    server: "ScriptedServer", settings: dict[str, Any], begun: bool
+) -> None:
+    model, table, state_dir = nn.Linear(1000, 1000), {"mode": "cards"}, settings["state_dir"]
+    command = server.command(model, job=pb.JobSpec(mode="federated", job_id=7))
+    Consent(Approval.model_validate(table), state_dir, ["fedring"], {}).refusal(command)
+    decide(state_dir, approved=True)
+
+    def revoke(received: int) -> Unavailable:
+        decide(state_dir, approved=False)
+        return Unavailable("try again")
+
+    with connect(**settings, approval=table) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.train(command)
+        task = next(federation)
+        task.load_into(model)
+        if begun:
+            server.on_bytes = revoke
+        else:
+            revoke(0)
+        with pytest.raises(RoundOver, match="not_approved"):
+            task.submit(model, samples=1)
+        told = report(server, failed=True)
+        assert (told.failure.reason, list(told.unapproved_jobs)) == ("not_approved", [7])
+    assert server.accepted.empty()
+    assert [len(received) > 0 for received in server._partial.values()] == [begun]
