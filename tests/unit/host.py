@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from threading import RLock
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -280,6 +280,25 @@ class Host:
             return already
 
         return asyncio.get_running_loop().create_task(accept())
+
+    @asynccontextmanager
+    async def mending(self) -> AsyncIterator[None]:
+        """Mend the storage whenever it fails, meanwhile.
+
+        The same failure may be noted twice: by the thread that meets it, and by whoever tries again.
+        """
+        storage = self.facts.storage
+
+        async def mend() -> NoReturn:
+            while True:
+                await storage.fails.wait()
+                storage.mend()
+
+        task = asyncio.get_running_loop().create_task(mend())
+        try:
+            yield
+        finally:
+            task.cancel()
 
     async def ended(self, job_id: int) -> str:
         """Wait for the end of a job, and return the state in which it ended."""

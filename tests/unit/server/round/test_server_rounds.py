@@ -64,8 +64,8 @@ async def test_a_model_waits_for_a_disk_that_refuses_even_to_remove_what_was_beg
         patch.setattr(Path, "unlink", refuse)
         assert not await host.offer(update)
         await host.facts.storage.fails.wait()
-    host.facts.storage.mend()
-    assert await host.ended(job.job_id) == "completed"
+    async with host.mending():
+        assert await host.ended(job.job_id) == "completed"
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,13 @@ async def test_a_store_that_fails_for_a_moment_ends_neither_the_server_nor_a_job
 
     monkeypatch.setattr(getattr(host.store, store), read, fail_once)
     keys = {"evaluate": True, "evaluate_seconds": 0.1} if state == "completed" else {"barrier_timeout_seconds": 0.1}
-    job, _ = await host.jobs.start(spec(**keys, max_abandoned=1), "")
-    if read == "queued":
-        await host.facts.storage.fails.wait()
-        host.facts.storage.mend()
-    if state == "completed":
-        session = host.join("a")
-        assert not await host.offer(host.update(await host.command(session), "a"))
-    if read != "queued":
-        await host.facts.storage.fails.wait()
-        host.facts.storage.mend()
-    assert await host.ended(job.job_id) == state
+    async with host.mending():
+        job, _ = await host.jobs.start(spec(**keys, max_abandoned=1), "")
+        if state == "completed":
+            session = host.join("a")
+            assert not await host.offer(host.update(await host.command(session), "a"))
+        assert await host.ended(job.job_id) == state
+    assert not failing
 
 
 async def test_a_store_that_fails_while_a_round_is_opened_leaves_no_second_one(
@@ -113,13 +109,12 @@ async def test_a_store_that_fails_while_a_round_is_opened_leaves_no_second_one(
 
     monkeypatch.setattr(host.store.jobs, "get", fail_once)
     session = host.join("a")
-    job, _ = await host.jobs.start(spec(rounds=1), "")
-    await host.facts.storage.fails.wait()
-    host.facts.storage.mend()
-    command = await host.command(session)
-    assert [row.round for row in host.store.rounds.unended()] == [command.round]
-    assert not await host.offer(host.update(command, "a"))
-    assert await host.ended(job.job_id) == "completed"
+    async with host.mending():
+        job, _ = await host.jobs.start(spec(rounds=1), "")
+        command = await host.command(session)
+        assert [row.round for row in host.store.rounds.unended()] == [command.round]
+        assert not await host.offer(host.update(command, "a"))
+        assert await host.ended(job.job_id) == "completed"
     assert refused == [job.job_id]
 
 
