@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fedring.daemon.wording import counted
-from fedring.rpc.errors import ClientInUse, NoSuchClient
+from fedring.rpc.errors import ClientInUse, NoSuchClient, Unavailable
 from fedring.server.operator.listings import limit_of
 from fedring.server.operator.summaries import why_busy
 from fedring.server.round.rounds import Rounds
@@ -43,21 +43,29 @@ class ClientRecords:
         Raises:
             NoSuchClient: if no update of it was ever accepted.
             ClientInUse: if it is in session, or if its update is in an open round.
+            Unavailable: if the server has just started.
         """
         name = request.client_id
-        counts = await self._facts.db(self._updates.counts)
-        if name not in counts:
+        count = (await self._facts.db(self._updates.counts))[name]
+        if count:
+            self._check_unused(name)
+            with self._sessions.barred(name):
+                count = await self._facts.db(self._facts.forget_client, name)
+        if not count:
             raise NoSuchClient(f"no update of {printable(name[:128])!r} was ever accepted: see `flctl clients`")
+        text = f"{name} was forgotten, with {counted(count, 'update')}"
+        self._journal.write("client_forgotten", text, client_id=name)
+        return pb.ForgottenClient(client_id=name, updates=count)
+
+    def _check_unused(self, name: str) -> None:
+        """Check that a client is away, and in no open round."""
         if self._sessions.get(name) is not None:
             raise ClientInUse(f"{name} is in session: stop its fl-client first")
-        # An open round still counts this update, so its records must stay.
+        if self._rounds.interrupted:  # it is not known yet whose updates they have
+            raise Unavailable("the server has just started: try again")
         for open_ in self._rounds:
             if name in open_.accepted:
                 raise ClientInUse(f"an update of {name} is in {open_.title}: wait until the round has ended")
-        await self._facts.db(self._facts.forget_client, name)
-        text = f"{name} was forgotten, with {counted(counts[name], 'update')}"
-        self._journal.write("client_forgotten", text, client_id=name)
-        return pb.ForgottenClient(client_id=name, updates=counts[name])
 
 
 def _state_of(session: Session) -> str:
