@@ -3,19 +3,23 @@
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import Connection
 from tests.journal_events import each_event
 from tests.unit.host import Host, running, spec
 
+from fedring.rpc.errors import NoSuchJob
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.parts import assemble
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
-from fedring.server.state.failures import FsyncFailed, StoreError
+from fedring.server.state.failures import FsyncFailed, StorageFailed, StoreError
 from fedring.server.state.rows import JobRow
+from fedring.server.state.sql import sealed
 from fedring.server.state.sql.jobs import JobStore
 from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.transactions import Database
@@ -98,6 +102,66 @@ async def test_a_store_that_somebody_else_holds_as_a_job_starts_fails_the_job_al
         job, _ = await host.jobs.start(spec(), "")
         await host.offer(host.update(await host.command(session), "a"))
         assert await host.ended(job.job_id) == "completed"
+
+
+async def test_a_queued_job_stays_in_the_queue_if_the_disk_refuses_its_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = sealed.put
+
+    def refuse(connection: Connection, row: Any) -> None:
+        if getattr(row, "state", "") == "stopped":
+            raise StorageFailed("disk_full", "no space left on device")
+        put(connection, row)
+
+    async with running(tmp_path) as host:
+        session = host.join("a")
+        (first, _), (second, _) = [await host.jobs.start(spec(), "") for _ in range(2)]
+        command = await host.command(session)
+        with monkeypatch.context() as patched:
+            patched.setattr(sealed, "put", refuse)
+            with pytest.raises(StorageFailed):
+                await host.jobs.stop(second.job_id)
+        host.facts.storage.mend()
+        await host.offer(host.update(command, "a"))
+        assert await host.ended(first.job_id) == "completed"
+        await host.offer(host.update(await host.command(session), "a"))
+        assert await host.ended(second.job_id) == "completed"
+
+
+async def test_a_job_that_has_just_ended_is_not_stopped_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as host:
+        end_orphans = host.store.rounds.end_orphans
+
+        def slow(job_id: int = 0) -> None:
+            host.gate.pass_("its end is noted")
+            end_orphans(job_id)
+
+        monkeypatch.setattr(host.store.rounds, "end_orphans", slow)
+        session = host.join("a")
+        job, _ = await host.jobs.start(spec(), "")
+        host.gate.close("its end is noted")
+        await host.offer(host.update(await host.command(session), "a"))
+        await host.gate.reached()
+        stop = asyncio.create_task(host.jobs.stop(job.job_id))
+        await asyncio.sleep(0)  # it has asked the store, which is busy
+        host.gate.open()
+        with pytest.raises(NoSuchJob, match=f"job {job.job_id} has just ended"):
+            await stop
+        assert await host.ended(job.job_id) == "completed"
+
+
+async def test_a_stop_that_is_repeated_before_the_job_has_ended_is_confirmed_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        job, _ = await host.jobs.start(spec(), "")
+        host.gate.close("first model")
+        assert await host.jobs.stop(job.job_id) == (job.job_id, 0)
+        await host.gate.reached()
+        assert [await host.jobs.stop(job.job_id) for _ in range(2)] == [(job.job_id, 0)] * 2
+        host.gate.open()
+        assert await host.ended(job.job_id) == "stopped"
 
 
 @pytest.mark.parametrize("place", ["opens", "starts"])
