@@ -12,7 +12,7 @@ from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import drop_partials
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
-from fedring.server.state.journal import Journal
+from fedring.server.state.journal import Journal, printable
 from fedring.server.state.rows import JobRow
 from fedring.train.jobs.job import Job
 
@@ -154,6 +154,7 @@ class Jobs:
         with self._facts.lane():
             state, reason = await self._runner.run(row, self._stopped)
             state, reason = await self._runner.wind_up(row, state, reason)
+        reason = printable(reason)  # the words of users' code may hold what no database takes
         # Stored last: after a kill before this line, the next process still finds the job running.
         await self._facts.keep(self._end, row.job_id, state, reason)
         del self.running[row.job_id], self._since[row.job_id]

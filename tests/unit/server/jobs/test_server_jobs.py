@@ -14,6 +14,7 @@ from fedring.rpc.errors import NoSuchJob
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.parts import assemble
+from fedring.server.round.report import round_message
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
@@ -162,6 +163,24 @@ async def test_a_stop_that_is_repeated_before_the_job_has_ended_is_confirmed_aga
         assert [await host.jobs.stop(job.job_id) for _ in range(2)] == [(job.job_id, 0)] * 2
         host.gate.open()
         assert await host.ended(job.job_id) == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("where", "state"),
+    [("init", "failed"), ("configure", "failed"), ("combine", "failed"), ("evaluate", "completed")],
+)
+async def test_words_that_cannot_be_kept_end_no_more_than_their_job(tmp_path: Path, where: str, state: str) -> None:
+    async with running(tmp_path, trusted=["fedring", "tests.unit.spinning"]) as host:
+        session, rule = host.join("a"), {"rule": "tests.unit.spinning:Mumbles", "args": {"where": where}}
+        job, _ = await host.jobs.start(spec(aggregation=rule, max_abandoned=1), "")
+        if where in ("combine", "evaluate"):
+            await host.offer(host.update(await host.command(session), "a"))
+        assert await host.ended(job.job_id) == state
+        row = await host.facts.db(host.store.jobs.get, job.job_id)
+        assert row is not None
+        (ended,) = await host.facts.db(host.store.rounds.newest, 1)
+        told = row.reason if state == "failed" else round_message(ended).warnings[0]
+        assert "  and  , which no database takes" in told
 
 
 @pytest.mark.parametrize("place", ["opens", "starts"])
