@@ -10,6 +10,7 @@ from sqlalchemy import Connection
 from tests.journal_events import each_event
 from tests.unit.host import Host, running, spec
 
+from fedring.codec.schema import Schema
 from fedring.rpc.errors import NoSuchJob
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
@@ -181,6 +182,32 @@ async def test_words_that_cannot_be_kept_end_no_more_than_their_job(tmp_path: Pa
         (ended,) = await host.facts.db(host.store.rounds.newest, 1)
         told = row.reason if state == "failed" else round_message(ended).warnings[0]
         assert "  and  , which no database takes" in told
+
+
+async def test_a_version_that_is_removed_while_a_job_chooses_it_is_not_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as host:
+        session = host.join("a")
+        job, _ = await host.jobs.start(spec(start="fresh"), "")
+        await host.offer(host.update(await host.command(session), "a"))
+        assert await host.ended(job.job_id) == "completed"
+        newest, before = [row.version for row in await host.facts.db(host.store.models.newest)]
+        models = host.parts.models.maker.job_models
+        schema_of = models.schema_of
+
+        def slow(job: Job) -> Schema:
+            monkeypatch.setattr(models, "schema_of", schema_of)
+            host.facts.drop_models([newest])  # as the rounds of another job do if few are kept
+            return schema_of(job)
+
+        monkeypatch.setattr(models, "schema_of", slow)
+        job, _ = await host.jobs.start(spec(start="newest"), "")
+        await host.offer(host.update(await host.command(session), "a"))
+        assert await host.ended(job.job_id) == "completed"
+        row = await host.facts.db(host.store.jobs.get, job.job_id)
+        assert row is not None
+        assert row.start_version == before
 
 
 @pytest.mark.parametrize("place", ["opens", "starts"])
