@@ -100,7 +100,7 @@ class JobStore:
         return self._go_to(job_id, "stopped")
 
     def _go_to(self, job_id: int, state: str) -> bool:
-        """Change the state of a job, unless it has ended in another one.
+        """Change the state of a job, unless it has ended otherwise.
 
         Returns whether it had not.
         """
