@@ -256,7 +256,7 @@ def test_a_model_that_is_removed_as_it_is_sent_is_not_told_to_be_damaged(server:
     """It is looked for, as everybody is told a moment later that it is gone, or parts of it are still to be fetched."""
 
     async def run() -> None:
-        call = server.call(**({"ranges": RANGES} if begun else {}))
+        call = server.call(ranges=RANGES if begun else [])
         if begun:
             reader = server.blobs.reader
 
