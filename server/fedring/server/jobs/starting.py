@@ -93,7 +93,8 @@ async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[M
 def _note_kept(facts: Facts, job: JobRow, base: ModelRow, rows: list[ModelRow]) -> bool:
     """Do as `_note` if the version is still there.
 
-    Returns whether it is. The rounds of other jobs may have removed it since it was chosen. Once it is noted, they do not.
+    Returns whether it is. The rounds of other jobs may have removed it since it was chosen; once it is noted, they do
+    not.
     """
     if facts.store.models.get(base.version) is None:
         return False
