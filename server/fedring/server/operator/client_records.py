@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fedring.daemon.wording import counted
-from fedring.rpc.errors import ClientInUse, NoSuchClient, Unavailable
+from fedring.rpc.errors import ClientInUse, NoSuchClient
 from fedring.server.operator.listings import limit_of
 from fedring.server.operator.summaries import why_busy
 from fedring.server.round.rounds import Rounds
@@ -42,8 +42,7 @@ class ClientRecords:
 
         Raises:
             NoSuchClient: if no update of it was ever accepted.
-            ClientInUse: if it is in session, or if its update is in an open round.
-            Unavailable: if the server has just started.
+            ClientInUse: if it is in session, if its update is in an open round, or if that is not known yet.
         """
         name = request.client_id
         count = (await self._facts.db(self._updates.counts))[name]
@@ -62,7 +61,7 @@ class ClientRecords:
         if self._sessions.get(name) is not None:
             raise ClientInUse(f"{name} is in session: stop its fl-client first")
         if self._rounds.interrupted:  # it is not known yet whose updates they have
-            raise Unavailable("the server has just started: try again")
+            raise ClientInUse(f"the server has just started, and may still count an update of {name}: try again")
         for open_ in self._rounds:
             if name in open_.accepted:
                 raise ClientInUse(f"an update of {name} is in {open_.title}: wait until the round has ended")
