@@ -1,6 +1,7 @@
 """The queue of jobs: a job that was stopped does not run, and a failure ends only the job in which it happens."""
 
 import asyncio
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,10 @@ async def test_a_stop_that_is_repeated_before_the_job_has_ended_is_confirmed_aga
     ("where", "state"),
     [("init", "failed"), ("configure", "failed"), ("combine", "failed"), ("evaluate", "completed")],
 )
-async def test_words_that_cannot_be_kept_end_no_more_than_their_job(tmp_path: Path, where: str, state: str) -> None:
+async def test_words_that_cannot_be_kept_end_no_more_than_their_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str, state: str
+) -> None:
+    caplog.set_level(logging.CRITICAL + 1)  # such words cannot be sent to the process that shows them, either
     async with running(tmp_path, trusted=["fedring", "tests.unit.spinning"]) as host:
         session, rule = host.join("a"), {"rule": "tests.unit.spinning:Mumbles", "args": {"where": where}}
         job, _ = await host.jobs.start(spec(aggregation=rule, max_abandoned=1), "")
