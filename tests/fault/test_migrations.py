@@ -1,5 +1,6 @@
 """States of released versions, kept as their backups: this version migrates them, and goes on with their rounds."""
 
+import resource
 import tarfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from sqlalchemy import Connection, NullPool, create_engine, text
 from fedring.daemon.crash import MIGRATING
 from fedring.daemon.exits import Exit
 from fedring.server.standby import _open_store
+from fedring.server.state.backup.contents import BackupError
 from fedring.server.state.backup.restore import restore
 from fedring.server.state.failures import StorageError
 from fedring.server.state.identity import open_state
@@ -106,6 +108,19 @@ def test_a_backup_of_an_older_version_is_restored(version: str, tmp_path: Path) 
     assert files(copy) == before
     with Fleet(tmp_path / "one") as fleet:
         go_on(fleet, copy, tmp_path / "model.safetensors")
+
+
+def test_a_disk_without_room_to_migrate_a_backup_is_not_told_to_be_a_damaged_backup(tmp_path: Path) -> None:
+    copy = kept(OLDEST, tmp_path / "kept")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((copy / "facts.sqlite").stat().st_size, before[1]))
+    try:
+        with pytest.raises(BackupError, match=r"facts\.sqlite cannot be migrated: disk_") as caught:
+            restore(copy, tmp_path / "state")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "damaged" not in str(caught.value)
+    restore(copy, tmp_path / "state")
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -39,8 +39,18 @@ def send_around(folder: Path, rank: int, size: int) -> dict[str, Any]:
     same = theirs.read_bytes() == content(before)
     rows = gather_integers(list(range(rank)))
     if rank == 1:
-        return {"same": same, "rows": rows, **ranks.error_of(lambda: exchange_files(None, (theirs, 0), limit=0))}
+        (folder / "taken" / "by a folder").mkdir(parents=True)
+        taken = ranks.error_of(lambda: exchange_files(None, (folder / "taken", 0), limit=1))
+        rest = sorted(path.name for path in folder.glob("taken*"))
+        more = {"taken": taken["kind"], "rest": rest}
+        return {
+            "same": same,
+            "rows": rows,
+            **more,
+            **ranks.error_of(lambda: exchange_files(None, (theirs, 0), limit=0)),
+        }
     if rank == 0:
+        exchange_files((mine, 1), None)
         ranks.error_of(lambda: exchange_files((mine, 1), None))
     return {"same": same, "rows": rows}
 
@@ -49,6 +59,7 @@ def test_files_go_around_and_one_that_is_too_large_is_refused(tmp_path: Path) ->
     results = ranks.run(partial(send_around, tmp_path), 3, tmp_path)
     assert [result["same"] for result in results] == [True] * 3
     assert results[0]["rows"] == [[], [0], [0, 1]]
+    assert (results[1]["taken"], results[1]["rest"]) == ("TrainError", ["taken"])  # so is the place of this file
     assert "rank 0 sends 1 bytes, which must be 1 to 0" in results[1]["text"]
 
 

@@ -28,6 +28,10 @@ class Gate:
             self._arrived.set()
             self._open.wait(60)
 
+    def arrived(self) -> bool:
+        """Wait, at most a minute, until a thread has come to the closed place; return whether one has."""
+        return self._arrived.wait(60)
+
     async def reached(self) -> None:
         """Return when a thread has come to the closed place."""
-        assert await asyncio.to_thread(self._arrived.wait, 60)
+        assert await asyncio.to_thread(self.arrived)

@@ -1,4 +1,4 @@
-"""A strategy that burns a core in one of its methods until a test releases it."""
+"""Strategies that a job should not have: one burns a core until a test releases it, others fail."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from torch import nn
 
 from fedring.offers import offers
 
+WORDS = "\ud800 and \0, which no database takes"
 BEGAN, RELEASED = threading.Event(), threading.Event()
 
 
@@ -52,3 +53,31 @@ class Fails:
     def combine(self, deltas: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
         """Raise an error."""
         raise ValueError("a fault of the user's")
+
+
+@offers("rule")
+class Mumbles:
+    """Fails in the method that its argument names, with words that cannot be kept as they are."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._fail("init")
+
+    def configure(self, history: Sequence[Any]) -> Mapping[str, float]:
+        """Return no settings, or fail."""
+        self._fail("configure")
+        return {}
+
+    def combine(self, deltas: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the mean, or fail."""
+        self._fail("combine")
+        return weights @ deltas
+
+    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
+        """Return no figures, or fail."""
+        self._fail("evaluate")
+        return {}
+
+    def _fail(self, where: str) -> None:
+        if where == self.where:
+            raise ValueError(WORDS)

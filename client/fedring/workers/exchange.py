@@ -81,11 +81,10 @@ def exchange_files(outgoing: tuple[Path, int] | None, incoming: tuple[Path, int]
             if work is not None:
                 # The next piece is read only when this one has left, so that one piece at a time is in memory.
                 work.wait()
-        if target:
+        if incoming and part and target:
             os.fsync(target.fileno())
-    if incoming and part:
-        part.replace(incoming[0])
-        sync(incoming[0].parent)
+            part.replace(incoming[0])
+            sync(incoming[0].parent)
 
 
 def _announced(source: int, limit: int) -> int:

@@ -84,8 +84,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         os.pwrite(file.fileno(), digest.hexdigest().encode(), header.index(_NO_DIGEST.encode()))
         # The values must be on the disk before the rename is, or a power loss could leave the name without them.
         os.fsync(file.fileno())
-    part.replace(path)
-    sync(path.parent)
+        part.replace(path)
+        sync(path.parent)
 
 
 class TensorFile:

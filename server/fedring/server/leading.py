@@ -182,5 +182,6 @@ async def look_after_lead(session: DatabaseSession, facts: Facts) -> NoReturn:
         Deposed: It does not.
     """
     while True:
-        await facts.db(session.check)
+        with suppress(StorageFailed):  # somebody else holds the database: the next look will do
+            await facts.db(session.check)
         await asyncio.sleep(BEAT_SECONDS)

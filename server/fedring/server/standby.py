@@ -28,7 +28,7 @@ from fedring.server.parts import Parts, assemble
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
-from fedring.server.state.failures import Deposed, StorageError
+from fedring.server.state.failures import Deposed, StorageError, StorageFailed
 from fedring.server.state.files import SHARED
 from fedring.server.state.lead import Lead
 from fedring.server.state.shared.leadership import open_reader
@@ -103,7 +103,7 @@ def _open_store(url: str, lead: Lead) -> Store | None:
         if error.reason == "older_state":  # this server migrates it, once it leads
             log.debug("answers nothing while %s leads: %s", lead.leader, error)
             return None
-        if error.reason == "database":  # as when it is restarted at this moment
+        if isinstance(error, StorageFailed) or error.reason == "database":  # as when it is restarted at this moment
             raise Deposed(f"the shared state cannot be read: {error}") from error
         raise ConfigError(f"the shared state cannot be used: {error}") from error
 

@@ -34,6 +34,7 @@ from fedring.rpc.errors import (
     Overloaded,
     Unavailable,
 )
+from fedring.train.tensors import files
 from fedring.v1 import control_pb2 as pb
 from fedring.v1.privacy_pb2 import SecureProgress
 
@@ -379,8 +380,11 @@ def test_the_best_of_very_many_models_is_found(server: Server, flctl: Call, tmp_
     assert (code, json.loads(out)["version"]) == (0, 3)
 
 
-def test_a_model_that_cannot_be_written_is_one_sentence(server: Server, flctl: Call, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.part").mkdir()
+def test_a_model_that_cannot_be_written_is_one_sentence(
+    server: Server, flctl: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors.its-name.part").mkdir()
+    monkeypatch.setattr(files, "token_hex", lambda _: "its-name")
     code, _, err = flctl("models", "export", "newest", "--out", tmp_path / "model.safetensors")
     assert (code, err.count("\n")) == (Exit.FAILED, 1)
     assert err.startswith(f"flctl: cannot write {tmp_path / 'model.safetensors'}: ")

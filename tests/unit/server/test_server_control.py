@@ -11,7 +11,7 @@ from tests.journal_events import each_event
 from tests.unit.host import Host, running, spec
 
 from fedring.daemon.config import merge
-from fedring.rpc.errors import ClientInUse, NoSuchClient
+from fedring.rpc.errors import ClientInUse, NoSuchClient, Unavailable
 from fedring.rpc.identity import IDENTITY, LOCAL
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
@@ -21,12 +21,13 @@ from fedring.server.operator.control import ControlService
 from fedring.server.operator.job_requests import _defaults_for
 from fedring.server.operator.listings import MOST_ROWS
 from fedring.server.parts import Parts, assemble
+from fedring.server.recovery import reload
 from fedring.server.round.events import Left
 from fedring.server.services import control_service, model_streams
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
-from fedring.server.state.rows import EventRow, JobRow, RoundRow
+from fedring.server.state.rows import EventRow, JobRow, Pruned, RoundRow
 from fedring.server.state.sql.rounds import RoundStore
 from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.transactions import Database
@@ -168,6 +169,49 @@ async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp
         assert (forgotten.client_id, forgotten.text) == ("a", "a was forgotten, with 1 update")
         with pytest.raises(NoSuchClient):
             await control.ForgetClient(request, None)
+
+
+async def test_a_client_does_not_join_while_it_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = pb.ForgetClientRequest(client_id="a")
+    async with running(tmp_path) as host:
+        control, session = control_of(host.parts, host.config), host.join("a")
+        job, _ = await host.jobs.start(spec(), "")
+        await host.offer(host.update(await host.command(session), "a"))
+        assert await host.ended(job.job_id) == "completed"
+        host.sessions.drop(session)
+        host.rounds.presence(Left("a"))
+        forget = host.store.updates.forget_client
+
+        def slow(client: str) -> Pruned:
+            host.gate.pass_("forget")
+            return forget(client)
+
+        monkeypatch.setattr(host.store.updates, "forget_client", slow)
+        host.gate.close("forget")
+        calls = [asyncio.create_task(control.ForgetClient(request, None)) for _ in range(2)]
+        await host.gate.reached()
+        with pytest.raises(Unavailable, match="a is being forgotten: try again"):
+            host.join("a")
+        host.join("b")
+        host.gate.open()
+        assert await calls[0] == pb.ForgottenClient(client_id="a", updates=1)
+        with pytest.raises(NoSuchClient):  # not as if it had been forgotten once more
+            await calls[1]
+        host.join("a")
+
+
+async def test_no_client_is_forgotten_before_interrupted_rounds_go_on(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        sessions = {client: host.join(client) for client in ("a", "b")}
+        await host.jobs.start(spec(min_clients=2), "")
+        command, _ = [await host.command(session) for session in sessions.values()]
+        await host.offer(host.update(command, "a"))
+    host = Host(tmp_path)  # which was started again, and whose jobs do not run yet
+    await reload(host.parts)
+    with pytest.raises(ClientInUse, match="the server has just started, and may still count an update of a: try"):
+        await control_of(host.parts, host.config).ForgetClient(pb.ForgetClientRequest(client_id="a"), None)
+    assert [row.client_id for row in host.store.updates.of_round(command.round)] == ["a"]
+    host.facts.close()
 
 
 class Watching:

@@ -33,6 +33,7 @@ from fedring.simulation.worker import admit
 from fedring.train.device import threads_for
 from fedring.train.evaluation import NO_SAMPLES
 from fedring.train.jobs.job import Job
+from fedring.train.tensors import files
 from fedring.v1 import federation_pb2 as pb
 
 Call = Callable[..., tuple[int, str, str]]
@@ -176,8 +177,11 @@ def test_a_simulation_does_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch
     assert synced == []
 
 
-@pytest.mark.parametrize("name", ["report.json", "model.safetensors", "model.safetensors.part"])
-def test_results_that_cannot_be_written_end_the_simulation_with_one_sentence(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["report.json", "model.safetensors", "model.safetensors.its-name.part"])
+def test_results_that_cannot_be_written_end_the_simulation_with_one_sentence(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "token_hex", lambda _: "its-name")
     (tmp_path / name / "not empty").mkdir(parents=True)  # a folder in the place of the file
     with pytest.raises(Failure, match=r"the simulation cannot go on: .*directory") as caught:
         simulate({**JOB, "rounds": 1}, clients=4, workers=1, threads=1, out=tmp_path)

@@ -1,9 +1,11 @@
 """Files of tensors: what is written is read, and nothing else is."""
 
+import errno
 import json
 import struct
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -20,6 +22,22 @@ TENSORS = {
     "none": torch.empty(0, 4),
     "mask": torch.tensor([True, False]),
 }
+
+
+@pytest.mark.parametrize("step", ["replace", "open"])
+def test_a_disk_that_refuses_a_file_leaves_the_one_before_and_nothing_else(
+    path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EDQUOT, "no quota is left")
+
+    before = path.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, step, refuse)
+        with pytest.raises(TrainError, match="cannot be written") as caught:
+            write_tensors(path, {"weight": torch.ones(2)}, {})
+    assert caught.value.reason == "disk_failed"
+    assert [(entry.name, entry.read_bytes()) for entry in path.parent.iterdir()] == [("file", before)]
 
 
 @pytest.fixture

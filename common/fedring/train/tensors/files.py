@@ -5,8 +5,9 @@ They are safetensors, state dicts written by torch.save, and the model versions 
 
 import sqlite3
 from collections.abc import Container
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from secrets import token_hex
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -120,9 +121,15 @@ def save_vectors(schema: Schema, vectors: Vectors, path: str | Path) -> None:
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
-    part = path.with_name(path.name + ".part")  # renamed at the end, so that no reader sees half a file
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata={"format": "pt"})
-    part.replace(path)
+    # Renamed at the end, so that no reader sees half a file. No other process that writes the same one has this name.
+    part = path.with_name(f"{path.name}.{token_hex(8)}.part")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata={"format": "pt"})
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)  # which some versions of safetensors leave, on a full disk
+        raise
 
 
 def _version(state_dir: Path, version: int) -> Path:

@@ -70,7 +70,8 @@ def create_offline(state_dir: Path, role: str, name: str, valid_seconds: int) ->
 class Tokens:
     """The tokens of a run.
 
-    They are in memory for comparing, in the store to last.
+    They are in memory for comparing, in the store to last. The thread of the store changes both: so no caller that goes
+    away, and no read that fails, comes between a commit and its note in memory.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -82,15 +83,12 @@ class Tokens:
     async def load(self) -> list[TokenRow]:
         """Read all tokens from the store."""
         self._looked = time.monotonic()
-        rows = await self._facts.db(self._store.all)
-        self._rows = {row.token_id: row for row in rows}
-        return rows
+        return await self._facts.db(self._load)
 
     async def create(self, role: str, name: str, valid_seconds: int) -> tuple[TokenRow, str]:
         """Make and store a token, and return its row and text."""
         row, token = new_token(role, name, valid_seconds)
-        await self._facts.db(self._store.add, row)
-        self._rows[row.token_id] = row
+        await self._facts.db(self._add, row)
         return row, token
 
     async def revoke(self, token_id: str) -> TokenRow:
@@ -98,11 +96,11 @@ class Tokens:
 
         Raises NoSuchToken if there is none.
         """
-        await self._facts.db(self._store.revoke, token_id, time.time())
-        await self.load()
-        if token_id not in self._rows:
+        # PostgreSQL refuses to look for a text with a NUL.
+        row = await self._facts.db(self._revoke, token_id) if token_id.isprintable() else None
+        if row is None:
             raise NoSuchToken(f"there is no token {token_id!r}: see `flctl token list`")
-        return self._rows[token_id]
+        return row
 
     async def identify(self, token: str) -> Identity:
         """Return whose the token is.
@@ -131,6 +129,21 @@ class Tokens:
         if who.ends_at is not None and time.time() >= who.ends_at:
             return Unauthenticated(f"the token {who.token} has expired", reason="expired_token")
         return None
+
+    def _load(self) -> list[TokenRow]:
+        rows = self._store.all()
+        self._rows = {row.token_id: row for row in rows}
+        return rows
+
+    def _add(self, row: TokenRow) -> None:
+        self._store.add(row)
+        self._rows[row.token_id] = row
+
+    def _revoke(self, token_id: str) -> TokenRow | None:
+        row = self._store.revoke(token_id, time.time())
+        if row is not None:
+            self._rows[token_id] = row
+        return row
 
     async def _look(self) -> None:
         """Read the store, once for all waiting callers.

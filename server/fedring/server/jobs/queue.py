@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from contextlib import suppress
 
 from prometheus_client import Gauge
 
@@ -12,8 +11,8 @@ from fedring.server.jobs.runner import JobRunner
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import drop_partials
 from fedring.server.state.facts import Facts
-from fedring.server.state.failures import StorageFailed
-from fedring.server.state.journal import Journal
+from fedring.server.state.failures import StorageError
+from fedring.server.state.journal import Journal, printable
 from fedring.server.state.rows import JobRow
 from fedring.train.jobs.job import Job
 
@@ -79,20 +78,24 @@ class Jobs:
         Raises:
             NoSuchJob: if the job is neither running nor queued.
             SeveralJobs: if it is not said which of several.
+            StorageError: if the disk refuses it. The job stays in the queue.
         """
-        if running := job_id if job_id in self.running else 0 if job_id else self.only():
-            self._stopped.add(running)
-            # A disk that refuses this does not keep the job alive: its end is noted later.
-            with suppress(StorageFailed):
-                await self._facts.db(self._kept.set_state, running, "stopped")  # holds also if the server dies now
-            return running, await self._rounds.abandon(self._rounds.of_job(running), "stopped")
-        row = await self._facts.db(self._kept.get, job_id)
-        if row is None or row.state != "queued":
-            raise NoSuchJob(f"job {job_id} is neither running nor queued" if job_id else "no job is running")
-        self._stopped.add(job_id)  # its turn may come right now
-        await self._facts.db(self._kept.set_state, job_id, "stopped")
+        wanted = job_id or self.only()
+        if wanted not in self.running:
+            row = await self._facts.db(self._kept.get, wanted)
+            if row is None or row.state != "queued":
+                raise NoSuchJob(f"job {wanted} is neither running nor queued" if wanted else "no job is running")
+        self._stopped.add(wanted)  # its turn may come right now
+        try:
+            if not await self._facts.db(self._kept.stop, wanted):  # holds also if the server dies now
+                raise NoSuchJob(f"job {wanted} has just ended")
+        except StorageError:
+            # A disk that refuses this does not keep a job alive that runs: its end is noted later.
+            if wanted not in self.running:
+                self._stopped.discard(wanted)
+                raise
         self._moved.set()
-        return job_id, 0
+        return wanted, await self._rounds.abandon(self._rounds.of_job(wanted), "stopped")
 
     @property
     def silent_since(self) -> float:
@@ -151,6 +154,7 @@ class Jobs:
         with self._facts.lane():
             state, reason = await self._runner.run(row, self._stopped)
             state, reason = await self._runner.wind_up(row, state, reason)
+        reason = printable(reason)  # the words of users' code may hold what no database takes
         # Stored last: after a kill before this line, the next process still finds the job running.
         await self._facts.keep(self._end, row.job_id, state, reason)
         del self.running[row.job_id], self._since[row.job_id]

@@ -84,11 +84,22 @@ async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[M
             why = f"starts {f'from {path}' if path else 'fresh'}, as version {version}"
             wanted = replace(made, job_id=job.job_id)
             await facts.db(facts.commit_model, wanted, _note, facts, job, wanted, rows, wanted)
-    else:
-        models.versions.remember(wanted)  # a model that was damaged when the server started is not known yet
-        await facts.db(_note, facts, job, wanted, rows, None)
-    models.versions.remember(wanted)
+    elif not await facts.db(_note_kept, facts, job, wanted, rows):
+        return await begin(facts, models, job, spec)
+    models.versions.remember(wanted)  # one that was damaged when the server started is not known yet
     return wanted, seeded, why
+
+
+def _note_kept(facts: Facts, job: JobRow, base: ModelRow, rows: list[ModelRow]) -> bool:
+    """Do as `_note` if the version is still there.
+
+    Returns whether it is. The rounds of other jobs may have removed it since it was chosen; once it is noted, they do
+    not.
+    """
+    if facts.store.models.get(base.version) is None:
+        return False
+    _note(facts, job, base, rows, None)
+    return True
 
 
 def _note(facts: Facts, job: JobRow, base: ModelRow, rows: list[ModelRow], first: ModelRow | None) -> None:

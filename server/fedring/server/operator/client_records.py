@@ -42,22 +42,29 @@ class ClientRecords:
 
         Raises:
             NoSuchClient: if no update of it was ever accepted.
-            ClientInUse: if it is in session, or if its update is in an open round.
+            ClientInUse: if it is in session, if its update is in an open round, or if that is not known yet.
         """
         name = request.client_id
-        counts = await self._facts.db(self._updates.counts)
-        if name not in counts:
+        count = (await self._facts.db(self._updates.counts))[name]
+        if count:
+            self._check_unused(name)
+            with self._sessions.barred(name):
+                count = await self._facts.db(self._facts.forget_client, name)
+        if not count:
             raise NoSuchClient(f"no update of {printable(name[:128])!r} was ever accepted: see `flctl clients`")
+        text = f"{name} was forgotten, with {counted(count, 'update')}"
+        self._journal.write("client_forgotten", text, client_id=name)
+        return pb.ForgottenClient(client_id=name, updates=count)
+
+    def _check_unused(self, name: str) -> None:
+        """Check that a client is away, and in no open round."""
         if self._sessions.get(name) is not None:
             raise ClientInUse(f"{name} is in session: stop its fl-client first")
-        # An open round still counts this update, so its records must stay.
+        if self._rounds.interrupted:  # it is not known yet whose updates they have
+            raise ClientInUse(f"the server has just started, and may still count an update of {name}: try again")
         for open_ in self._rounds:
             if name in open_.accepted:
                 raise ClientInUse(f"an update of {name} is in {open_.title}: wait until the round has ended")
-        await self._facts.db(self._facts.forget_client, name)
-        text = f"{name} was forgotten, with {counted(counts[name], 'update')}"
-        self._journal.write("client_forgotten", text, client_id=name)
-        return pb.ForgottenClient(client_id=name, updates=counts[name])
 
 
 def _state_of(session: Session) -> str:

@@ -237,7 +237,7 @@ async def evaluation(
         # The model is published already, so a fault of the user's code here costs only its figures.
         except (StrategyError, SeamError, StorageError, CodecError, MemoryError, RuntimeError) as error:
             log.warning("round %d has published, but: %s", open_.row.round, error, exc_info=error.__cause__)
-            warnings.append(str(error) or "the server has too little memory to evaluate the model")
+            warnings.append(printable(str(error)) or "the server has too little memory to evaluate the model")
             tell(open_, warnings[-1])
     failed = [open_.unevaluated[client] for client in sorted(open_.unevaluated)]
     if open_.job.evaluate_on_server and open_.kind.evaluates:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedring.codec.digest import name_of
 from fedring.rpc.chunks import CHUNK_BYTES, chunk_message, chunks
-from fedring.rpc.errors import BadRequest, Unavailable
+from fedring.rpc.errors import BadRequest, Unavailable, UnknownModel
 from fedring.rpc.streams import METER, write
 from fedring.server.config import ServerConfig
 from fedring.server.model.downloads import Download, Downloads
@@ -154,7 +154,7 @@ class ModelStreams:
         The last chunk comes once all are proven.
 
         Raises:
-            UnknownModel: if there is no such version.
+            UnknownModel: if there is no such version, or not any more.
             BadRequest: "bad_offset", if the request names a place that the payload does not have.
             DamagedModel: if it is damaged; a round that starts from it has been ended.
         """
@@ -182,6 +182,10 @@ class ModelStreams:
                         await self._facts.work(download.check)  # reads all that came before
                     yield message
         except DamagedModel as error:
+            row = await self._facts.db(self._facts.store.models.get, error.version)
+            if row is None or error.digest not in row.files:  # it is too old by now, and its file is gone for that
+                text = f"model {error.version} is not kept any more: `flctl models list` shows those that are"
+                raise UnknownModel(text) from error
             await self._damaged(error)
             raise
 

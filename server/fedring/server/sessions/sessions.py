@@ -5,6 +5,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from math import inf, isfinite
@@ -23,6 +24,7 @@ from fedring.rpc.errors import (
     NotAllowed,
     Overloaded,
     Superseded,
+    Unavailable,
 )
 from fedring.rpc.identity import IDENTITY, NAME, Identity
 from fedring.server.sessions.crowd import ARRIVING, Line, PaceSteering
@@ -155,6 +157,7 @@ class Sessions:
         self._retry_seconds = 2 * lost_after_seconds
         self._by_id: dict[str, Session] = {}
         self._by_client: dict[str, Session] = {}
+        self._barred: Counter[str] = Counter()  # clients that may not join now
         self._calls: Counter[str] = Counter()  # in progress, by client
         self.returns = Returns()
 
@@ -169,6 +172,7 @@ class Sessions:
             BadRequest: if the client id, or the secret that is shown, is none, or if the labels are out of bounds.
             IdInUse: if there is an older session that stays.
             Overloaded: if `limit` sessions are open.
+            Unavailable: if the client is being forgotten.
         """
         if not NAME.fullmatch(request.client_id):
             raise BadRequest("client_id must be 1 to 128 characters of A-Z a-z 0-9 . _ -", reason="bad_client_id")
@@ -179,6 +183,8 @@ class Sessions:
             labels = check_labels(dict(request.labels))
         except ValueError as error:
             raise BadRequest(f"labels: {error}", reason="bad_labels") from None
+        if self._barred[request.client_id]:
+            raise Unavailable(f"{request.client_id} is being forgotten: try again")
         older = self._by_client.get(request.client_id)
         if older is None and len(self._by_client) >= self._limit:
             raise Overloaded(f"max_clients={self._limit} sessions are open; raise max_clients or stop a client")
@@ -203,6 +209,17 @@ class Sessions:
         self.returns.came(session.client_id, request.startup_seconds, time.monotonic())
         log_with(client=session.client_id)
         return session
+
+    @contextmanager
+    def barred(self, client: str) -> Iterator[None]:
+        """Let a client that is away not join within."""
+        self._barred[client] += 1
+        try:
+            yield
+        finally:
+            self._barred[client] -= 1
+            if not self._barred[client]:
+                del self._barred[client]
 
     def of(self, context: Any) -> Session:
         """Return the session named by a call, and count the call.

@@ -1,21 +1,28 @@
 """The queue of jobs: a job that was stopped does not run, and a failure ends only the job in which it happens."""
 
 import asyncio
+import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import Connection
 from tests.journal_events import each_event
 from tests.unit.host import Host, running, spec
 
+from fedring.codec.schema import Schema
+from fedring.rpc.errors import NoSuchJob
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.parts import assemble
+from fedring.server.round.report import round_message
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
-from fedring.server.state.failures import FsyncFailed, StoreError
+from fedring.server.state.failures import FsyncFailed, StorageFailed, StoreError
 from fedring.server.state.rows import JobRow
+from fedring.server.state.sql import sealed
 from fedring.server.state.sql.jobs import JobStore
 from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.transactions import Database
@@ -98,6 +105,113 @@ async def test_a_store_that_somebody_else_holds_as_a_job_starts_fails_the_job_al
         job, _ = await host.jobs.start(spec(), "")
         await host.offer(host.update(await host.command(session), "a"))
         assert await host.ended(job.job_id) == "completed"
+
+
+async def test_a_queued_job_stays_in_the_queue_if_the_disk_refuses_its_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = sealed.put
+
+    def refuse(connection: Connection, row: Any) -> None:
+        if getattr(row, "state", "") == "stopped":
+            raise StorageFailed("disk_full", "no space left on device")
+        put(connection, row)
+
+    async with running(tmp_path) as host:
+        session = host.join("a")
+        (first, _), (second, _) = [await host.jobs.start(spec(), "") for _ in range(2)]
+        command = await host.command(session)
+        with monkeypatch.context() as patched:
+            patched.setattr(sealed, "put", refuse)
+            with pytest.raises(StorageFailed):
+                await host.jobs.stop(second.job_id)
+        host.facts.storage.mend()
+        await host.offer(host.update(command, "a"))
+        assert await host.ended(first.job_id) == "completed"
+        await host.offer(host.update(await host.command(session), "a"))
+        assert await host.ended(second.job_id) == "completed"
+
+
+async def test_a_job_that_has_just_ended_is_not_stopped_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as host:
+        end_orphans = host.store.rounds.end_orphans
+
+        def slow(job_id: int = 0) -> None:
+            host.gate.pass_("its end is noted")
+            end_orphans(job_id)
+
+        monkeypatch.setattr(host.store.rounds, "end_orphans", slow)
+        session = host.join("a")
+        job, _ = await host.jobs.start(spec(), "")
+        host.gate.close("its end is noted")
+        await host.offer(host.update(await host.command(session), "a"))
+        await host.gate.reached()
+        stop = asyncio.create_task(host.jobs.stop(job.job_id))
+        await asyncio.sleep(0)  # it has asked the store, which is busy
+        host.gate.open()
+        with pytest.raises(NoSuchJob, match=f"job {job.job_id} has just ended"):
+            await stop
+        assert await host.ended(job.job_id) == "completed"
+
+
+async def test_a_stop_that_is_repeated_before_the_job_has_ended_is_confirmed_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        job, _ = await host.jobs.start(spec(), "")
+        host.gate.close("first model")
+        assert await host.jobs.stop(job.job_id) == (job.job_id, 0)
+        await host.gate.reached()
+        assert [await host.jobs.stop(job.job_id) for _ in range(2)] == [(job.job_id, 0)] * 2
+        host.gate.open()
+        assert await host.ended(job.job_id) == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("where", "state"),
+    [("init", "failed"), ("configure", "failed"), ("combine", "failed"), ("evaluate", "completed")],
+)
+async def test_words_that_cannot_be_kept_end_no_more_than_their_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str, state: str
+) -> None:
+    caplog.set_level(logging.CRITICAL + 1)  # such words cannot be sent to the process that shows them, either
+    async with running(tmp_path, trusted=["fedring", "tests.unit.spinning"]) as host:
+        session, rule = host.join("a"), {"rule": "tests.unit.spinning:Mumbles", "args": {"where": where}}
+        job, _ = await host.jobs.start(spec(aggregation=rule, max_abandoned=1), "")
+        if where in ("combine", "evaluate"):
+            await host.offer(host.update(await host.command(session), "a"))
+        assert await host.ended(job.job_id) == state
+        row = await host.facts.db(host.store.jobs.get, job.job_id)
+        assert row is not None
+        (ended,) = await host.facts.db(host.store.rounds.newest, 1)
+        told = row.reason if state == "failed" else round_message(ended).warnings[0]
+        assert "  and  , which no database takes" in told
+
+
+async def test_a_version_that_is_removed_while_a_job_chooses_it_is_not_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as host:
+        session = host.join("a")
+        job, _ = await host.jobs.start(spec(start="fresh"), "")
+        await host.offer(host.update(await host.command(session), "a"))
+        assert await host.ended(job.job_id) == "completed"
+        newest, before = [row.version for row in await host.facts.db(host.store.models.newest)]
+        models = host.parts.models.maker.job_models
+        schema_of = models.schema_of
+
+        def slow(job: Job) -> Schema:
+            monkeypatch.setattr(models, "schema_of", schema_of)
+            host.facts.drop_models([newest])  # as the rounds of another job do if few are kept
+            return schema_of(job)
+
+        monkeypatch.setattr(models, "schema_of", slow)
+        job, _ = await host.jobs.start(spec(start="newest"), "")
+        await host.offer(host.update(await host.command(session), "a"))
+        assert await host.ended(job.job_id) == "completed"
+        row = await host.facts.db(host.store.jobs.get, job.job_id)
+        assert row is not None
+        assert row.start_version == before
 
 
 @pytest.mark.parametrize("place", ["opens", "starts"])

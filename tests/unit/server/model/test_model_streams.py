@@ -11,6 +11,7 @@ import pytest
 
 from fedring.codec import Vectors
 from fedring.rpc.chunks import CHUNK_BYTES
+from fedring.rpc.errors import UnknownModel
 from fedring.server.aggregation.aggregate import store_model
 from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.model.downloads import Downloads
@@ -25,6 +26,7 @@ from fedring.train.models import vector
 from fedring.train.tensors.state import schema_of
 from fedring.v1 import federation_pb2 as pb
 
+RANGES = [pb.ValueRange(vector=pb.VECTOR_PARAMETERS, start=0, count=1)]
 CHUNKS = 9
 VALUES = (CHUNKS - 1) * CHUNK_BYTES // 4 + 10
 
@@ -62,6 +64,7 @@ class Server:
             values = Vectors(np.arange(version, VALUES + version, dtype=np.float32), np.empty(0))
             self.row = store_model(schema, values, self.blobs, {}).row(schema, version=version, number=0)
             versions.remember(self.row)
+            self.facts.store.models.publish(self.row)
         self.path = root / "blobs" / self.row.blob
         self.told: list[DamagedModel] = []
         self.streams = ModelStreams(Downloads(self.blobs, "run-1", versions), self.facts, self._tell)
@@ -246,3 +249,28 @@ def test_a_model_that_is_an_object_is_fetched_beside_the_event_loop(server: Serv
     assert len(asyncio.run(run())) == 1 + CHUNKS
     assert server.blobs.opened_by
     assert threading.get_ident() not in server.blobs.opened_by
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_model_that_is_removed_as_it_is_sent_is_not_told_to_be_damaged(server: Server, begun: bool) -> None:
+    """It is looked for, as everybody is told a moment later that it is gone, or parts of it are still to be fetched."""
+
+    async def run() -> None:
+        call = server.call(ranges=RANGES if begun else [])
+        if begun:
+            reader = server.blobs.reader
+
+            def removed(digest: str) -> FileReader:
+                server.blobs.reader = reader  # type: ignore[method-assign]  # it is opened twice
+                opened = reader(digest)
+                asyncio.run_coroutine_threadsafe(server.facts.db(server.facts.drop_models, [1]), loop).result()
+                return opened
+
+            loop, server.blobs.reader = asyncio.get_running_loop(), removed  # type: ignore[method-assign]
+        else:
+            await server.facts.db(server.facts.drop_models, [1])
+        with pytest.raises(UnknownModel, match="model 1 is not kept any more"):
+            await rest(call)
+
+    asyncio.run(run())
+    assert not server.told

@@ -1,11 +1,14 @@
 """Restoring backups: every blob is checked by its name, and each restore begins a greater epoch."""
 
+import errno
 import hashlib
 import json
+import os
 import sqlite3
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from tests.damage import set_epoch
@@ -151,6 +154,21 @@ def test_a_state_that_cannot_be_read_can_be_replaced(backup: Path, tmp_path: Pat
     (state / "facts.sqlite").write_bytes(b"not a database" * 100)
     restore(backup, state, replace=True)
     assert epoch_of(state) == NOW
+
+
+def test_a_restore_is_done_although_what_it_leaves_cannot_be_removed(
+    backup: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    state = tmp_path / "state"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", refuse)
+        assert not restore(backup, state).finished
+    assert epoch_of(state) == NOW
+    assert restore(backup, state, replace=True).replaced is not None
+    assert epoch_of(state) == NOW + 1
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from fedring.codec.digest import Digest, is_name
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import create, make_durable, sync
 from fedring.daemon.exits import Exit
-from fedring.server.state.failures import StorageError, StoreError
+from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed, StoreError
 from fedring.server.state.files import BLOBS, FACTS
 from fedring.server.state.sql.copying import check_rows
 from fedring.server.state.sql.database import (
@@ -31,7 +31,9 @@ from fedring.server.state.sql.database import (
     UNREADABLE,
     check_released,
     check_schema,
+    meaning_of,
     open_database,
+    shorten_log,
 )
 from fedring.untrusted import parse_json
 
@@ -55,6 +57,7 @@ _NAMED_BLOBS = """
     UNION ALL
     SELECT transforms_blob, 'the transforms of model ' || version, NULL FROM models WHERE transforms_blob != ''
 """
+_DISK_FAILED = (StorageFailed, FsyncFailed)
 _OPEN_ROUND = """
     SELECT coalesce(max(round), 0) FROM rounds JOIN jobs USING (job_id)
     WHERE ended_at IS NULL AND jobs.state = 'running'
@@ -202,7 +205,7 @@ def migrate_copy(facts: Path) -> None:
 
     Raises:
         ConfigError: if a version has written it that this program does not read.
-        BackupError: if it is damaged.
+        BackupError: if it is damaged, or the disk failed.
     """
     try:
         with closing(open_copy(facts)) as connection:
@@ -210,9 +213,17 @@ def migrate_copy(facts: Path) -> None:
         if found == SCHEMA:
             return
         check_released(found)
-        open_database(f"sqlite:///{facts.absolute()}", migrates=True).dispose()
+        engine = open_database(f"sqlite:///{facts.absolute()}", migrates=True)
+        try:
+            shorten_log(engine)  # nobody reads the log of a copy
+        finally:
+            engine.dispose()
     except sqlite3.Error as error:
+        if isinstance(meaning := meaning_of(error), _DISK_FAILED):
+            raise BackupError(f"{facts} cannot be migrated: {meaning}") from error
         raise BackupError(f"{facts.name} is damaged ({error})") from error
+    except _DISK_FAILED as error:  # that of the copy, and not of the backup
+        raise BackupError(f"{facts} cannot be migrated: {error}") from error
     except StorageError as error:
         if error.reason in OTHER_VERSION:
             raise ConfigError(error.detail) from error

@@ -130,7 +130,7 @@ def finish(folder: Path) -> Path | None:
     (staged / FACTS).replace(folder / FACTS)
     sync(folder)
     crashpoint("restore_facts_placed")
-    shutil.rmtree(staged)
+    shutil.rmtree(staged, ignore_errors=True)  # the new state is there, and the next restore removes what is left
     return replaced
 
 

@@ -51,10 +51,13 @@ PAGE_BYTES = 1 << 14  # of SQLite: with pages of 4 KiB, a small update of 40 KB 
 _READS = {"only_reads": True}
 """Marks a connection whose transactions only read."""
 
-_FULL_STATES = ("53100", "53200")  # of PostgreSQL: the disk or the memory is full
-_LOCKED = ("SQLITE_BUSY", "SQLITE_LOCKED")
+# What the drivers say: the names of SQLite's errors, and PostgreSQL's SQLSTATEs, or how both begin.
 _FSYNC_ERRORS = ("SQLITE_IOERR_FSYNC", "SQLITE_IOERR_DIR_FSYNC")
-
+_FULL = ("SQLITE_FULL", "53100", "53200")  # the disk, or PostgreSQL's memory
+_LOCKED = ("SQLITE_BUSY", "SQLITE_LOCKED", "40001", "40P01", "55P03")  # or not in turn, or in a deadlock
+# Or not to be written to now; or PostgreSQL lacks something, was told to break off, or its system has failed.
+_FAILED = ("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN", "25006", "53", "57", "58")
+_DAMAGED = ("SQLITE_NOTADB", "SQLITE_CORRUPT", "XX001", "XX002")
 
 UNREADABLE = (DBAPIError, UnicodeDecodeError)
 """What an engine raises; the second for damaged messages of SQLite."""
@@ -255,21 +258,21 @@ def meaning_of(error: BaseException | None) -> StorageError | FsyncFailed:
         return error
     if isinstance(error, UnicodeDecodeError):
         return StoreError("corrupt", f"the database is damaged ({error}): restore a backup")
-    if getattr(error, "sqlstate", "") in _FULL_STATES:
-        return StorageFailed("disk_full", str(error).strip())
-    name = getattr(error, "sqlite_errorname", "")
+    name = str(getattr(error, "sqlstate", None) or getattr(error, "sqlite_errorname", ""))
+    text = str(error).strip().partition("\n")[0]  # PostgreSQL adds the statement
     if name in _FSYNC_ERRORS:
-        return FsyncFailed(str(error))
-    if name == "SQLITE_FULL":
-        return StorageFailed("disk_full", str(error))
-    if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
-        return StorageFailed("disk_error", str(error))
+        return FsyncFailed(text)
+    if name in _FULL:
+        return StorageFailed("disk_full", text)
     if name.startswith(_LOCKED):  # a later attempt may find it free
-        return StorageFailed("disk_error", f"{error}: another program uses {FACTS}")
+        used = FACTS if name.startswith("SQLITE") else "the database"
+        return StorageFailed("disk_error", f"{text}: another program uses {used}")
+    if name.startswith(_FAILED):
+        return StorageFailed("disk_error", text)
     # A column whose name has changed in the file is not found.
-    if name in ("SQLITE_NOTADB", "SQLITE_CORRUPT") or str(error).startswith("no such "):
-        return StoreError("corrupt", f"the database is damaged ({error}): restore a backup (flctl restore)")
-    return StoreError("database", str(error))
+    if name.startswith(_DAMAGED) or text.startswith("no such "):
+        return StoreError("corrupt", f"the database is damaged ({text}): restore a backup (flctl restore)")
+    return StoreError("database", text)
 
 
 def _migrate(connection: Connection, found: int) -> None:

@@ -90,9 +90,26 @@ class JobStore:
 
     def take_up(self, job_id: int) -> None:
         """Note that a job runs, unless it was stopped meanwhile."""
+        self._go_to(job_id, "running")
+
+    def stop(self, job_id: int) -> bool:
+        """Note that a job was stopped, unless it has ended.
+
+        Returns whether it had not.
+        """
+        return self._go_to(job_id, "stopped")
+
+    def _go_to(self, job_id: int, state: str) -> bool:
+        """Change the state of a job, unless it has ended otherwise.
+
+        Returns whether it had not.
+        """
+        which = (jobs.c.job_id == job_id) & jobs.c.state.in_(("queued", "running", state))
         with self._database.transaction() as connection:
-            which = (jobs.c.job_id == job_id) & jobs.c.state.in_(("queued", "running"))
-            sealed.change(connection, JobRow, which, state="running", reason="")
+            found = rows_of(connection, select(jobs).where(which), JobRow)
+            for row in found:
+                sealed.put(connection, replace(row, state=state, reason=""))
+            return bool(found)
 
     def get(self, job_id: int) -> JobRow | None:
         """Return a job; None if there is none with that id."""

@@ -2,6 +2,7 @@
 
 import sqlite3
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sqlalchemy import Engine, delete, func, select, update
@@ -214,11 +215,14 @@ class TokenStore:
         """Return all tokens, oldest first."""
         return self._database.all(select(tokens).order_by(tokens.c.created_at, tokens.c.token_id), TokenRow)
 
-    def revoke(self, token_id: str, at: float) -> None:
-        """Note when a token was revoked.
+    def revoke(self, token_id: str, at: float) -> TokenRow | None:
+        """Note when a token was revoked, and return it.
 
-        A token that was revoked before keeps its time.
+        A token that was revoked before keeps its time. None if there is none.
         """
-        mine = (tokens.c.token_id == token_id) & tokens.c.revoked_at.is_(None)
         with self._database.transaction() as connection:
-            sealed.change(connection, TokenRow, mine, revoked_at=at)
+            row = next(iter(rows_of(connection, select(tokens).where(tokens.c.token_id == token_id), TokenRow)), None)
+            if row is not None and row.revoked_at is None:
+                row = replace(row, revoked_at=at)
+                sealed.put(connection, row)
+        return row
