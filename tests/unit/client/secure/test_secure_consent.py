@@ -6,19 +6,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.honest_clients import SECONDS
 from tests.secure_server import SecureServer
 
 from fedring.client import connect
 from fedring.client.consent.cards import Cards, Decision
+from fedring.client.consent.consent import Consent
 from fedring.client.secure.state import FOLDER
+from fedring.v1 import federation_pb2 as pb
 
 
 @contextmanager
 def approved_in_round_2(state_dir: Path) -> Iterator[SecureServer]:
     """A server whose client exchanges keys in round 2, for the job that its site has turned down in round 1."""
-    with SecureServer() as server:
+    permits, looked = Consent.permits, threading.Event()
+
+    def look(consent: Consent, command: pb.TrainCmd) -> bool:
+        try:
+            return permits(consent, command)
+        finally:
+            looked.set()
+
+    with SecureServer() as server, mock.patch.object(Consent, "permits", look):
         settings: dict[str, Any] = {"server": server.address, "client_id": "ann", "state_dir": state_dir}
         with connect(**settings, approval={"mode": "cards"}) as federation:
             thread = threading.Thread(target=lambda: list(federation))
@@ -26,6 +37,7 @@ def approved_in_round_2(state_dir: Path) -> Iterator[SecureServer]:
             server.until(lambda: "ann" in server.matched)
             server.train("ann", server.command(1))
             server.until(lambda: server.failures.get((1, "ann")) == "not_approved")
+            assert looked.wait(SECONDS)  # also the part of the client that exchanges keys
             (kept,), _ = Cards(state_dir).all()
             Cards(state_dir).decide(kept, Decision(time.time(), 0, approved=True))
             server.train("ann", server.command(2))  # which the client takes after the first one
