@@ -81,7 +81,7 @@ class Operators:
             raise BadOrder("bad_signature", f"the signature of this job proves nothing: {error}") from error
         found = read_order(signed), chain
         while len(self._known) >= _MOST_KNOWN:
-            self._known.pop(next(iter(self._known)), None)  # secure aggregation asks on another thread
+            self._known.pop(next(iter(self._known)), None)  # another thread may have dropped it
         self._known[key] = found
         return found
 

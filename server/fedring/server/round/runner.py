@@ -190,7 +190,7 @@ class RoundRunner:
 
     async def _finish_abandoned(self, open_: OpenRound, round_: Round) -> RoundResult:
         facts = self._facts
-        # Too few for the round, or for its masks; and a pipeline cannot begin without any of its clients.
+        # Too few for the round, or for what its kind asks; and a pipeline cannot begin without any of its clients.
         asked = open_.asked and round_.reason.startswith(("too_few", NOT_APPROVED))
         open_.row = open_.ended(Phase.ABANDONED, reason=NOT_APPROVED if asked else round_.reason)
         await facts.keep(facts.db, facts.store.rounds.replace, open_.row)
