@@ -82,9 +82,11 @@ def peek(facts: Path) -> tuple[int, str]:
     if not facts.exists():
         return 0, ""
     # Without a log, nobody writes to the database. SQLite would make an empty log even to read it.
-    alone = "" if log_of(facts).exists() else "&immutable=1"
+    mode = "ro" if log_of(facts).exists() else "ro&immutable=1"
+    if facts.with_name(f"{facts.name}-journal").exists():
+        mode = "rw"  # power failed while the database was being made: SQLite undoes that before it reads
     try:
-        with closing(sqlite3.connect(f"{facts.absolute().as_uri()}?mode=ro{alone}", uri=True)) as connection:
+        with closing(sqlite3.connect(f"{facts.absolute().as_uri()}?mode={mode}", uri=True)) as connection:
             version = int(connection.execute("PRAGMA user_version").fetchone()[0])
             if version:
                 check_released(version)

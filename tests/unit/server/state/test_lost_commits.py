@@ -3,6 +3,7 @@
 import random
 import shutil
 import sqlite3
+import struct
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -26,6 +27,9 @@ CLIENTS = [f"client-{number:02}" for number in range(32)]
 SEED = 20_240_502
 FLIPS = 200
 LOG = "facts.sqlite-wal"
+PAGE = 1 << 14
+JOURNAL = struct.pack(">8s5I", bytes.fromhex("d9d505f920a163d7"), 0, 7, 0, 512, PAGE).ljust(512, b"\0")
+"""SQLite's journal while it makes a database with such pages: to undo that, the database becomes empty."""
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,22 @@ def accepted(folder: Path, **options: bool) -> tuple[list[str], int]:
     finally:
         store.close()
         blobs.close()
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_database_whose_making_a_power_loss_has_ended_is_made_anew(tmp_path: Path, written: bool) -> None:
+    state, page = tmp_path / "state", bytes(PAGE)
+    state.mkdir()
+    if written:
+        with closing(sqlite3.connect(tmp_path / "made")) as connection:
+            connection.execute(f"PRAGMA page_size = {PAGE}")
+            connection.execute("PRAGMA journal_mode = WAL")
+        page = (tmp_path / "made").read_bytes()
+        (state / LOG).touch()
+    (state / "facts.sqlite").write_bytes(page)
+    (state / "facts.sqlite-journal").write_bytes(JOURNAL)
+    assert accepted(state) == ([], 0)
+    assert not (state / "facts.sqlite-journal").exists()
 
 
 def test_without_damage_all_updates_are_there(state: Path) -> None:
