@@ -186,14 +186,13 @@ def test_a_checkpoint_that_the_disk_has_damaged_comes_from_the_neighbour(tmp_pat
         damaged = fleet.clients[planned.victim]
         damaged.wait()
         files = [f for f in tmp_path.rglob("*.safetensors") if f"client-{planned.victim}" in str(f)]
-        assert files
-        for file in files:
+        for file in files:  # none, if the client was killed in its first step
             os.truncate(file, file.stat().st_size - 1)
         del damaged.env["FL_TEST_SIGNAL"]
         fleet.restart(planned.victim)
         assert workers_and_step(started.until("group_formed")) in resumptions(planned.step, 1)
         check_end(started, control, tmp_path, spec)
-        assert "is deleted: The checkpoint" in damaged.log.read_text()
+        assert ("is deleted: The checkpoint" in damaged.log.read_text()) == bool(files)
 
 
 @pytest.mark.parametrize("repeat", REPEATED)
