@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -206,15 +207,25 @@ class Consent:
             log.warning("%s cannot be written, so a restart forgets which jobs wait: %s", self._path, error)
 
     def _kept(self) -> dict[_Job, Card]:
-        """Return the jobs that waited when this client ended."""
+        """Return the jobs that waited when this client ended.
+
+        The server asks for others again: without that, nobody here could see their cards of the code of now.
+        """
         try:
-            rows = parse_json(text_after_digest(self._path.read_bytes()))
-            return {(str(run), int(epoch), int(job)): self._cards.named(name).card for run, epoch, job, name in rows}
+            told = parse_json(text_after_digest(self._path.read_bytes()))
+            rows = [(str(run), int(epoch), int(job), str(name)) for run, epoch, job, name in told]
         except FileNotFoundError:
             return {}
-        except (CardError, OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError) as error:
             log.warning("%s cannot be read, so the server asks for these jobs again: %s", self._path, error)
             return {}
+        ours, waiting = {"free": sorted(self._approval.free), **self._site}, {}
+        for run_id, epoch, job_id, name in rows:
+            with suppress(CardError, OSError):  # it was dropped, or is damaged
+                card = self._cards.named(name).card
+                if Card({key: card.facts.get(key) for key in ours}, {}).text == Card(ours, {}).text:
+                    waiting[run_id, epoch, job_id] = card
+        return waiting
 
     def _refusal(self, card: Card) -> str:
         try:

@@ -137,7 +137,7 @@ class WorkInbox:
 
     def find(self, round_: int) -> Assignment | None:
         """Return the newest assignment of a round, if there is one."""
-        return next((each for each in self._newest.values() if each.command.round == round_), None)
+        return next((each for each in reversed(self._newest.values()) if each.command.round == round_), None)
 
     async def hand_out_again(self, assignment: Assignment) -> None:
         """Hand out an assignment once more, if it is still its job's."""

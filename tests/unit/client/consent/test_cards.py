@@ -293,10 +293,14 @@ def test_consent_is_asked_for_once_for_each_card(tmp_path: Path, monkeypatch: py
     file.write_text("A = 2\n")  # in mid-job
     assert "restart fl-client" in why(consent.refusal(command()))
     restarted = Consent(approval, tmp_path, ["fedring", "site_code"], {"model": ""})
+    assert restarted.waiting(HERE) == []  # or the server would not ask, and nobody here could see the card
     assert "not approved" in why(restarted.refusal(command()))
     waiting = [each for each in cards.all()[0] if each.refusal(time.time())]
     assert any(differences(kept.card.facts, each.card.facts)[0][0] == "code.site_code.digest" for each in waiting)
+    less_free = Consent(Approval.model_validate({"mode": "cards"}), tmp_path, ["fedring", "site_code"], {"model": ""})
+    assert less_free.waiting(HERE) == []
     another = Consent(approval, tmp_path, ["fedring", "site_code"], {"model": "site_code:other"})
+    assert another.waiting(HERE) == []
     assert "not approved" in why(another.refusal(command()))
 
 
@@ -325,6 +329,12 @@ def test_a_job_that_waits_is_known_after_a_restart(tmp_path: Path) -> None:
     assert again.waiting(HERE) == [2]
     assert again.refusal(command(1)) is None
     assert len(json.loads((tmp_path / FILE).read_bytes().partition(b"\n")[2])) == 1
+    (dropped,) = [kept for kept in cards.all()[0] if kept.card.name == again.card]
+    again.refusal(command(3, epochs=3))
+    (tmp_path / FOLDER / dropped.card.name).unlink()
+    assert started().waiting(HERE) == [2, 3]
+    (tmp_path / FOLDER / again.card).write_bytes(b"damaged")
+    assert started().waiting(HERE) == [2]
     for text in (b"", b"[]", with_digest(b"3"), with_digest(b'[["", 0, 2, "beef"]]')):
         (tmp_path / FILE).write_bytes(text)
         assert started().waiting(HERE) == []

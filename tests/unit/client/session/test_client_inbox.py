@@ -105,6 +105,15 @@ def test_a_repeated_command_of_a_round_that_failed_here_keeps_the_failure() -> N
     assert inbox.train(command(), NOTHING).failure == first.failure
 
 
+@pytest.mark.parametrize("fields", [{"run_id": "other"}, {"epoch": 2, "job": pb.JobSpec(job_id=2)}])
+def test_a_round_is_the_newest_one_with_its_number(fields: dict[str, object]) -> None:
+    """A server with a new state, or one that was restored, counts its rounds from an earlier one again."""
+    inbox = WorkInbox()
+    inbox.train(command(), NOTHING)
+    newest = inbox.train(command(**fields), NOTHING)
+    assert inbox.find(7) is newest
+
+
 async def test_only_new_and_undelivered_assignments_are_handed_out() -> None:
     inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
