@@ -54,7 +54,7 @@ async def lead(
         for advice in await asyncio.to_thread(_check_both, config, session):
             log.warning(advice)
     except StorageFailed as error:  # it may work again when this server leads, which looks again
-        log.warning("the object store cannot be reached now: %s", error)
+        log.warning("the shared state cannot be checked now: %s", error)
     except BaseException:
         session.close()
         raise
@@ -123,7 +123,7 @@ def check_shared(config: ServerConfig) -> list[str]:
     Raises:
         ConfigError: The database or the object store cannot be used.
         StorageError: The two belong to different states, or to another version.
-        StorageFailed: The object store cannot be reached.
+        StorageFailed: The object store cannot be reached, or the database is held by somebody else.
         Deposed: The database cannot be reached.
     """
     session = open_session(config.state_url)

@@ -34,7 +34,7 @@ class JobStarter:
             The job with its seed, and a clause that says what it starts from.
 
         Raises:
-            StorageFailed: if the disk refuses it; nothing was changed.
+            StorageFailed: if the disk refuses it. What was noted by then holds for the next attempt.
             StorageError, SeamError: if the job cannot start from there.
         """
         await self._facts.heavy(self._models.load)
@@ -71,7 +71,8 @@ async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[M
         SeamError: if the version or the file does not fit the job, or no model can be made.
     """
     if (known := await _last_of(facts, job)) is not None:
-        return known, spec, f"goes on from version {known.version}"
+        noted = await facts.db(_as_noted, facts, job, spec)
+        return known, noted, f"goes on from version {known.version}"
     rows = await facts.db(facts.store.models.newest, _ALL)
     wanted, why = await _find(facts, models, spec, rows)
     seeded = await facts.db(_with_seed, facts, spec, wanted) if spec.seed_is_open else spec
@@ -88,6 +89,15 @@ async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[M
         return await begin(facts, models, job, spec)
     models.versions.remember(wanted)  # one that was damaged when the server started is not known yet
     return wanted, seeded, why
+
+
+def _as_noted(facts: Facts, job: JobRow, spec: Job) -> Job:
+    """Return a job with the seed that was noted with it.
+
+    An attempt that the disk has refused may have chosen one after the caller read the job.
+    """
+    row = facts.store.jobs.get(job.job_id) if spec.seed_is_open else None
+    return spec if row is None else Job.model_validate(row.spec)
 
 
 def _note_kept(facts: Facts, job: JobRow, base: ModelRow, rows: list[ModelRow]) -> bool:

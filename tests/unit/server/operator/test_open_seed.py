@@ -8,7 +8,8 @@ import pytest
 from tests.unit.host import Host, running, spec
 
 from fedring.server.operator.job_requests import _defaults_for, _is_of
-from fedring.server.state.failures import StoreError
+from fedring.server.state.failures import StorageFailed, StoreError
+from fedring.server.state.rows import ModelRow
 from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
@@ -119,6 +120,33 @@ async def test_a_seed_that_was_not_committed_was_told_to_nobody(
             assert await host.ended(job.job_id) == "failed"
         assert (len(drawn), await seed_of(host, job.job_id)) == (1, None)
         assert await host.facts.db(host.store.models.newest, 9) == []
+
+
+@pytest.mark.parametrize("start", ["fresh", "newest"])
+async def test_a_disk_that_fails_after_a_seed_was_chosen_does_not_change_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    first, _ = await begun(host)
+    await stop(host, first)
+    versions, begin, fails = host.parts.models.versions, host.store.jobs.begin, [True]
+    remember = versions.remember
+
+    def noted(*args: Any) -> None:
+        begin(*args)
+        monkeypatch.setattr(versions, "remember", once)
+
+    def once(row: ModelRow) -> None:
+        if fails:
+            fails.clear()
+            raise StorageFailed("disk_error", "the disk cannot be read for a moment")
+        remember(row)
+
+    monkeypatch.setattr(host.store.jobs, "begin", noted)
+    async with host.mending():
+        job_id, command = await begun(host, start=start)
+    seed = await seed_of(host, job_id)
+    assert seed
+    assert (command.job.seed, command.seed) == (seed, seed * 1_000_003 + 1)
 
 
 def test_a_request_that_is_repeated_is_the_same_although_a_seed_was_chosen_meanwhile() -> None:

@@ -10,6 +10,7 @@ from sqlalchemy import Engine, create_engine, text
 from tests import postgres
 
 from fedring.server import leading
+from fedring.server.config import ServerConfig
 from fedring.server.leading import look_after_lead
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
@@ -91,6 +92,21 @@ async def test_a_leader_whose_lead_cannot_be_looked_at_for_a_moment_leads_on(
             await looks
     facts.close()
     session.close()
+
+
+async def test_a_standby_that_cannot_look_at_the_state_blames_neither_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StorageFailed("disk_error", "canceling statement due to lock timeout")
+
+    config = ServerConfig.model_validate({"state_dir": tmp_path})
+    session, stop = DatabaseSession(create_engine("sqlite://"), create_engine("sqlite://")), asyncio.Event()
+    monkeypatch.setattr(leading, "open_session", lambda _: session)
+    monkeypatch.setattr(leading, "check_role", refuse)
+    stop.set()
+    assert await leading.lead(config, stop, lambda _: asyncio.sleep(0)) is None
+    assert "the shared state cannot be checked now: disk_error: canceling statement" in caplog.text
 
 
 def end_sessions(url: str) -> None:
