@@ -85,15 +85,14 @@ class Jobs:
             row = await self._facts.db(self._kept.get, wanted)
             if row is None or row.state != "queued":
                 raise NoSuchJob(f"job {wanted} is neither running nor queued" if wanted else "no job is running")
-        self._stopped.add(wanted)  # its turn may come right now
         try:
             if not await self._facts.db(self._kept.stop, wanted):  # holds also if the server dies now
                 raise NoSuchJob(f"job {wanted} has just ended")
         except StorageError:
-            # A disk that refuses this does not keep a job alive that runs: its end is noted later.
             if wanted not in self.running:
-                self._stopped.discard(wanted)
                 raise
+            # A disk that refuses this does not keep a job alive that runs: its end is noted later.
+        self._stopped.add(wanted)
         self._moved.set()
         return wanted, await self._rounds.abandon(self._rounds.of_job(wanted), "stopped")
 
