@@ -114,7 +114,12 @@ MUTANTS = {
         "tests/fault/test_ring.py",
     ),
     # Tests whose programs are forks, and not started by a new interpreter any more.
-    "lock": Mutant("common/fedring/daemon/lock.py", "fcntl.LOCK_EX", "fcntl.LOCK_SH", "tests/fault/test_processes.py"),
+    "lock": Mutant(
+        "common/fedring/daemon/lock.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        "tests/fault/test_processes.py",
+    ),
     "commit": Mutant(
         "server/fedring/server/state/sql/updates.py",
         "                sealed.add(connection, *new)\n",

@@ -1,7 +1,9 @@
-"""The lock that reserves a state folder for one process and client."""
+"""Locks of state folders, for a process's life or a moment."""
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -68,6 +70,20 @@ class StateLock:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.release()
+
+
+@contextmanager
+def held_alone(fd: int) -> Iterator[None]:
+    """Hold the lock of an open file or folder.
+
+    This waits until nobody else holds it. At the end, the file is closed.
+    """
+    try:
+        with suppress(OSError):  # a file system may know no locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _claim(folder: Path, client: str) -> None:

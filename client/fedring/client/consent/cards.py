@@ -4,11 +4,10 @@ One file for each card holds, after a line with their SHA-256, the card and its 
 and `fl-client cards` adds decisions. Whoever decides, or drops cards, has the lock of the folder.
 """
 
-import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from fedring.client.consent.card import MAX_CARD_BYTES, Card
 from fedring.daemon.durable import create_durably, replace_with_digest, text_after_digest, with_digest
+from fedring.daemon.lock import held_alone
 from fedring.train.orders.signed_job import canonical
 from fedring.untrusted import parse_json
 
@@ -169,16 +169,9 @@ class Cards:
             replace_with_digest(path, _text_of(decided))
         return decided
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> AbstractContextManager[None]:
         """Let nobody else decide about cards, or drop some, meanwhile."""
-        fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            with suppress(OSError):  # a file system may know no locks
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
+        return held_alone(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def _names(self) -> list[str]:
         try:

@@ -3,11 +3,10 @@
 It signs certificates, and writes each with its key as a pair of files.
 """
 
-import fcntl
 import ipaddress
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,6 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import make_durable, sync
+from fedring.daemon.lock import held_alone
 from fedring.rpc.certificates import load_authorities, load_pair
 from fedring.rpc.identity import Identity, Role, peer_name, uri_of
 
@@ -139,12 +139,8 @@ def alone_in(folder: Path) -> Iterator[None]:
         fd = os.open(folder / _ISSUED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise _unwritable(folder, error) from error
-    try:
-        with suppress(OSError):  # a file system may know no locks
-            fcntl.flock(fd, fcntl.LOCK_EX)
+    with held_alone(fd):
         yield
-    finally:
-        os.close(fd)
 
 
 def load_authority(folder: Path) -> Authority:
