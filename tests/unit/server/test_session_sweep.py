@@ -71,6 +71,7 @@ def test_the_period_follows_the_clients_part_in_rounds(host: Host, monkeypatch: 
     session.heard = session.spoke = 2000.0
     host.parts.sweep.look(session, 2000 + LOST - 1)
     in_round = False
+    session.heard = 2000 + LOST - 1
     host.parts.sweep.look(session, 2000 + LOST)  # it may be drawn again at once: no message for each round
     periods(session)
     session.heard = 2000 + LOST
