@@ -2,14 +2,16 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import grpc
 from grpc import aio
 
 from fedring.rpc.tls import PLAINTEXT, Tls, channel_credentials
 
+_T = TypeVar("_T")
 _LOOPBACK = re.compile(r"127(\.[0-9]{1,8}){1,3}")
 _RETRY = {
     "maxAttempts": 4,
@@ -71,6 +73,8 @@ _AGING: list[tuple[str, Any]] = [
 def open_channel(address: str, tls: Tls = PLAINTEXT, *, own_connection: bool = False) -> aio.Channel:
     """Open an asyncio channel with the certificates now on disk.
 
+    Its calls end with the status that the server has sent, even if a write fails just then.
+
     Args:
         address: "host:port" or "unix:path".
         tls: The certificates. A channel to a Unix socket uses none.
@@ -80,9 +84,11 @@ def open_channel(address: str, tls: Tls = PLAINTEXT, *, own_connection: bool = F
         ConfigError: If a certificate or key cannot be used.
     """
     options = [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", int(own_connection))]
-    if not encrypts(address, tls):
-        return aio.insecure_channel(address, options=options)
-    return aio.secure_channel(address, channel_credentials(tls), options=options)
+    if encrypts(address, tls):
+        channel = aio.secure_channel(address, channel_credentials(tls), options=options)
+    else:
+        channel = aio.insecure_channel(address, options=options)
+    return with_calls(channel, _keeping_status)
 
 
 def open_sync_channel(address: str, tls: Tls = PLAINTEXT, token: str = "") -> grpc.Channel:
@@ -174,3 +180,81 @@ class _Wrapped:
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+def _keeping_status(make: Callable[..., Callable[..., Any]], *args: Any, **options: Any) -> Callable[..., Any]:
+    start = make(*args, **options)
+    if not isinstance(start, aio.StreamStreamMultiCallable):
+        return start  # Its one message is written before anything is read.
+    return lambda *given, **named: _WrittenCall(start(*given, **named))
+
+
+class _WrittenCall:
+    """A call that ends with the first status it gets.
+
+    That is the server's. If a write fails as the call ends, grpc.aio then puts INTERNAL in its place
+    (https://github.com/grpc/grpc/issues/36066): a client would ask again, whatever the server has said.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._error: aio.AioRpcError | None = None
+        self._callbacks: list[Callable[[Any], None]] | None = []  # None once it has ended
+        call.add_done_callback(self._end)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call `callback` once, when the call has ended."""
+        if self._callbacks is None:
+            callback(self._call)
+        else:
+            self._callbacks.append(callback)
+
+    async def read(self) -> Any:
+        """Return the next message, as a call of grpc.aio does."""
+        with self._own_status():
+            return await self._call.read()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        with self._own_status():
+            async for message in self._call:
+                yield message
+
+    async def write(self, message: Any) -> None:
+        """Send a message, as a call of grpc.aio does."""
+        with self._own_status():
+            await self._call.write(message)
+
+    def _end(self, call: Any) -> None:
+        if self._callbacks is None:
+            return
+        if (code := at_once(call.code())) is not grpc.StatusCode.OK:
+            metadata = at_once(call.initial_metadata()), at_once(call.trailing_metadata())
+            self._error = aio.AioRpcError(code, *metadata, at_once(call.details()), at_once(call.debug_error_string()))
+        callbacks, self._callbacks = self._callbacks, None
+        for callback in callbacks:
+            callback(call)
+
+    @contextmanager
+    def _own_status(self) -> Iterator[None]:
+        try:
+            yield
+        except aio.AioRpcError:
+            if self._error is None:
+                raise
+            raise self._error from None
+
+
+def at_once(answer: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of a coroutine that has nothing to wait for.
+
+    Those that tell how a call of grpc.aio has ended are such coroutines, once it has.
+    """
+    try:
+        answer.send(None)
+    except StopIteration as told:
+        return told.value  # type: ignore[no-any-return]  # typeshed does not know its type
+    answer.close()
+    raise RuntimeError("the coroutine waits")

@@ -15,7 +15,7 @@ from grpc import StatusCode, aio
 from prometheus_client import Counter, Gauge, Histogram
 
 from fedring.daemon.metrics import Registry
-from fedring.rpc.channel import is_loopback, with_calls
+from fedring.rpc.channel import at_once, is_loopback, with_calls
 from fedring.rpc.chunks import serialize
 from fedring.rpc.handlers import FACTORY, around
 from fedring.rpc.streams import GRPC_PREFIX
@@ -243,23 +243,9 @@ def counted(channel: aio.Channel, calls: CallMetrics) -> aio.Channel:
         def call(*args: Any, **kwargs: Any) -> Any:
             begun = start(*args, **kwargs)
             began = method.begin()
-            begun.add_done_callback(lambda done: method.end(began, _code_of(done)))
+            begun.add_done_callback(lambda done: method.end(began, at_once(done.code()).name))
             return begun
 
         return call
 
     return with_calls(channel, counting)
-
-
-def _code_of(call: Any) -> str:
-    """Return the status of a call that is done.
-
-    gRPC's coroutine is run by hand, because it has nothing to wait for.
-    """
-    asking = call.code()
-    try:
-        asking.send(None)
-    except StopIteration as told:
-        return str(told.value.name)
-    asking.close()
-    return StatusCode.UNKNOWN.name

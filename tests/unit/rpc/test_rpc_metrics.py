@@ -11,7 +11,7 @@ from grpc import StatusCode, aio
 from fedring.codec.errors import CodecError
 from fedring.daemon.metrics import Registry
 from fedring.rpc.boundary import Boundary
-from fedring.rpc.channel import make_server
+from fedring.rpc.channel import make_server, open_channel
 from fedring.rpc.errors import Overloaded
 from fedring.rpc.metrics import CallMetrics, CountCalls, counted
 from fedring.v1 import federation_pb2 as pb
@@ -87,7 +87,7 @@ async def both() -> AsyncIterator[Both]:
     rpc.add_TrainCmdServiceServicer_to_server(Service(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    channel = counted(aio.insecure_channel(f"127.0.0.1:{port}"), sides["client"])
+    channel = counted(open_channel(f"127.0.0.1:{port}"), sides["client"])
     yield Both(server, channel, registries)
     await channel.close()
     await server.stop(None)
@@ -120,6 +120,21 @@ async def test_a_stream_is_counted_with_the_code_that_the_caller_sees(both: Both
     assert await call.code() is code
     await both.server.stop(60)
     assert both.codes("server", WATCH) == both.codes("client", WATCH) == {code.name: 1}
+
+
+@pytest.mark.parametrize("iterates", [False, True])
+async def test_a_write_that_fails_as_the_call_ends_does_not_hide_the_servers_status(both: Both, iterates: bool) -> None:
+    call = both.stub.Watch()
+    messages = aiter(call)
+    await call.write(pb.WatchRequest(failure=pb.Failure(reason="refuse")))
+    assert await (anext(messages) if iterates else call.read()) == pb.ServerEvent(heartbeat=pb.Heartbeat())
+    assert await call.code() is StatusCode.RESOURCE_EXHAUSTED
+    call._cython_call.set_internal_error("what grpc.aio does when a write fails")
+    with pytest.raises(aio.AioRpcError, match="try again") as caught:
+        await (anext(messages) if iterates else call.read())
+    assert caught.value.code() is StatusCode.RESOURCE_EXHAUSTED
+    assert both.codes("client", WATCH) == {"RESOURCE_EXHAUSTED": 1}
+    assert both.value("client", "in_flight_calls", WATCH) == 0
 
 
 @pytest.mark.slow
