@@ -113,7 +113,7 @@ class LocalSGD:
         grads = Gradients(names, [anchor.shape for anchor in anchors], buffer)
         run(self.compression.steps(grads) if self.compression else self._mean(grads))
         for anchor, gradient in zip(anchors, grads.flat(), strict=True):
-            anchor.grad = gradient.view(anchor.shape)
+            anchor.grad = gradient.view(anchor.shape).to(anchor.dtype)  # the buffer has one dtype for all
         self.optimizer.step()
         for name, anchor in self.anchors.items():
             anchor.grad = None
