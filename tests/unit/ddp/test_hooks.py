@@ -266,3 +266,13 @@ def test_local_sgd_moves_parameters_of_several_dtypes(compressed: bool) -> None:
     assert [parameter.dtype for parameter in net.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
     for parameter in net.parameters():
         assert torch.allclose(parameter.float(), torch.tensor(0.5), atol=0.02)
+
+
+@pytest.mark.parametrize("other", [nn.Linear(1, 1), nn.Linear(4, 2), nn.Linear(4, 1, bias=False)], ids=str)
+def test_local_sgd_refuses_the_state_of_other_parameters(other: nn.Module) -> None:
+    state = LocalSGD(None, other.named_parameters(), every=2).state_dict()
+    local = LocalSGD(None, nn.Linear(4, 1).named_parameters(), every=2)
+    before = local.anchors["weight"].clone()
+    with pytest.raises(ValueError, match="of other parameters"):
+        local.load_state_dict(state)
+    assert torch.equal(local.anchors["weight"], before)
