@@ -96,6 +96,11 @@ def test_stages_that_find_other_numbers_of_samples_do_not_train(tmp_path: Path) 
         assert (round_.phase, round_.reason) == ("abandoned", "other_samples")
 
 
+def test_stages_without_test_samples_train_all_the_same(fleet: Fleet) -> None:
+    with Control(fleet.control) as control:
+        assert "completed" in events_of(control, job(data="faulty_stages:untested", rounds=1))["job_ended"].text
+
+
 def test_stages_without_samples_say_so(fleet: Fleet) -> None:
     with Control(fleet.control) as control:
         events = events_of(control, job(data="faulty_stages:none", max_abandoned=1), "no_data")

@@ -337,7 +337,8 @@ class PipelineTraining:
         Each pipeline takes every so many batches.
         """
         setup, table, tally = self.setup, self.setup.table, Tally()
-        cuts = torch.split(torch.arange(size_of(samples)), _EVALUATION_BATCH)[self._place.rank :: self._place.size]
+        batches = [cut for cut in torch.split(torch.arange(size_of(samples)), _EVALUATION_BATCH) if len(cut)]
+        cuts = batches[self._place.rank :: self._place.size]
         for start in range(0, len(cuts), _EVALUATION_BATCHES):
             self.watcher.check()
             inputs, labels = self._read(samples, cuts[start : start + _EVALUATION_BATCHES])
