@@ -27,12 +27,13 @@ LAST_CALL = timedelta(seconds=float(os.environ.get("LAST_CALL_SECONDS", "10")))
 PAUSE = float(os.environ.get("PAUSE_SECONDS", "0"))  # makes the steps as long as those of a larger model
 
 
-def share_state(optimizer: torch.optim.Optimizer, step: int) -> int:
-    """Give all ranks rank 0's optimizer and step. DistributedDataParallel does the same with the parameters."""
-    shared = [optimizer.state_dict(), step]
+def share_state(network: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> int:
+    """Give all ranks rank 0's state, all of it or nothing: a group may fail at any moment."""
+    shared = [network.state_dict(), optimizer.state_dict(), step]
     dist.broadcast_object_list(shared)
-    optimizer.load_state_dict(shared[0])
-    return int(shared[1])
+    network.load_state_dict(shared[0])
+    optimizer.load_state_dict(shared[1])
+    return int(shared[2])
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -66,7 +67,7 @@ def main() -> None:
     while not done:
         fedring.ring.rejoin(min_size=MIN_SIZE, step=step, last_call_timeout=LAST_CALL)
         try:
-            step = share_state(optimizer, step)
+            step = share_state(network, optimizer, step)
             model = DistributedDataParallel(network)
             print(f"goes on at step {step} as rank {dist.get_rank()} of {dist.get_world_size()}", flush=True)
             while step < STEPS and not (dist.get_world_size() < SIZE and step % 10 == 0 and somebody_waits()):

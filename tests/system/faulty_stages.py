@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -88,3 +89,28 @@ def samples(root: object, download: bool) -> Split:
     """Return the digits, of which one training sample cannot be read."""
     whole = digits()
     return Split(Unreadable(whole.train), whole.test, whole.classes)
+
+
+@offers("data")
+def some(root: Path | None, download: bool) -> Split:
+    """Return the digits, without the last training sample if there is a file `fewer` in the client's data folder."""
+    whole = digits()
+    train: Any = whole.train
+    fewer = root is not None and (root / "fewer").exists()
+    return Split(train.subset(np.arange(len(train) - fewer)), whole.test, whole.classes)
+
+
+@offers("data")
+def none(root: object, download: bool) -> Split:
+    """Return the digits without their training samples."""
+    whole = digits()
+    train: Any = whole.train
+    return Split(train.subset(np.arange(0)), whole.test, whole.classes)
+
+
+@offers("data")
+def untested(root: object, download: bool) -> Split:
+    """Return the digits without test samples."""
+    whole = digits()
+    test: Any = whole.test
+    return Split(whole.train, Unreadable(test.subset(np.arange(0))), whole.classes)

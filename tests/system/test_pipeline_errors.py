@@ -84,6 +84,29 @@ def test_a_client_whose_code_raises_is_not_replaced(tmp_path: Path) -> None:
         assert (round_.reason, round_.selected) == ("train_error", WORKERS)
 
 
+def test_stages_that_find_other_numbers_of_samples_do_not_train(tmp_path: Path) -> None:
+    """The inputs of one sample would meet the label of another."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "fewer").touch()
+    clients = [TRUSTED, TRUSTED, TRUSTED | {"data_root": str(tmp_path / "data")}]
+    with Fleet(tmp_path, TRUSTED, clients, env=path_to(HERE)) as fleet, Control(fleet.control) as control:
+        events = events_of(control, job(data="faulty_stages:some", max_abandoned=1), "other_samples")
+        assert "The workers have found 1437, 1437, 1436 training samples" in events["client_failed"].text
+        (round_,) = control.rounds(job_id=1)
+        assert (round_.phase, round_.reason) == ("abandoned", "other_samples")
+
+
+def test_stages_without_test_samples_train_all_the_same(fleet: Fleet) -> None:
+    with Control(fleet.control) as control:
+        assert "completed" in events_of(control, job(data="faulty_stages:untested", rounds=1))["job_ended"].text
+
+
+def test_stages_without_samples_say_so(fleet: Fleet) -> None:
+    with Control(fleet.control) as control:
+        events = events_of(control, job(data="faulty_stages:none", max_abandoned=1), "no_data")
+        assert "no samples to train on" in events["job_ended"].text
+
+
 @pytest.mark.parametrize("error", ["OutOfMemoryError", "MemoryError"])
 def test_a_client_with_too_little_memory_is_replaced(tmp_path: Path, error: str) -> None:
     fault = {"way": "backward", "error": error, "stage": 1, "once": "fault"}

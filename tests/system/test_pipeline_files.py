@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fedring.codec.digest import Digest
 from fedring.codec.schema import Entry, Schema
 from fedring.workers.assembly import agree_on_digest, assemble
-from fedring.workers.exchange import exchange_files, gather_integers
+from fedring.workers.exchange import TAG, exchange_files, gather_integers
 from fedring.workers.stage_checkpoints import Checkpoint, Layout, StageCheckpoints, recover, share_copies
 from fedring.workers.state_file import write_tensors
+from tests import waiting
 from tests.system.ring_scripts import ranks
 
 SIZES = (1, 700_000, 1 << 20)
@@ -61,6 +63,25 @@ def test_files_go_around_and_one_that_is_too_large_is_refused(tmp_path: Path) ->
     assert results[0]["rows"] == [[], [0], [0, 1]]
     assert (results[1]["taken"], results[1]["rest"]) == ("TrainError", ["taken"])  # so is the place of this file
     assert "rank 0 sends 1 bytes, which must be 1 to 0" in results[1]["text"]
+
+
+def break_off(folder: Path, rank: int, size: int) -> dict[str, Any]:
+    """Begin to send a file to rank 1, and abort the group once it has begun to write it."""
+    theirs = folder / "theirs"
+    if rank == 0:
+        group: Any = dist.group.WORLD
+        dist.send(torch.tensor([1 << 20]), 1, tag=TAG)
+        dist.send(torch.zeros(1 << 18, dtype=torch.uint8), 1, tag=TAG)
+        waiting.until((folder / "theirs.part").exists)
+        group.abort()
+        return {}
+    error = ranks.error_of(lambda: exchange_files(None, (theirs, 0), limit=1 << 20))
+    return {"kind": error["kind"], "left": [path.name for path in folder.glob("theirs*")]}
+
+
+def test_what_has_come_of_a_file_is_deleted_if_its_sender_is_lost(tmp_path: Path) -> None:
+    _, result = ranks.run(partial(break_off, tmp_path), 2, tmp_path)
+    assert result == {"kind": "RingError", "left": []}
 
 
 def write_stage(path: Path, rank: int) -> None:

@@ -102,10 +102,10 @@ class Training:
         self.port = self.store.wait_for(r"listens on 127\.0\.0\.1:(\d+)")[1]
         self.workers = [self.start(slot) for slot in range(SIZE)]
 
-    def start(self, slot: int) -> Program:
+    def start(self, slot: int, module: str = "rejoin") -> Program:
         """Start the worker of a slot, or another one in its place."""
         return self._program(
-            "rejoin",
+            module,
             str(self._steps),
             str(self._min_size),
             MASTER_ADDR="127.0.0.1",
@@ -202,6 +202,17 @@ def test_a_frozen_worker_that_wakes_does_not_disturb_those_that_went_on(ended: E
     frozen.wait_for("^lost at step")
     check_all_done([first, new, third], 120)
     assert frozen.step <= step
+
+
+def test_a_worker_whose_group_fails_while_it_takes_over_the_state_has_all_of_it_or_nothing(ended: ExitStack) -> None:
+    training = Training(ended, 1_000_000)
+    training.workers[1].wait_for_step(5)
+    training.workers[0].process.kill()
+    new = training.start(0, "tests.system.ring_scripts.torn")
+    step = int(new.wait_for(r"goes on at step (\d+) as rank 0 of 3")[1])
+    brought = new.wait_for(r"^brings (\w+)")[1]
+    others = [line for worker in training.workers for line in worker.lines if line.startswith(f"step {step} ")]
+    assert brought in {line.split()[2] for line in others}
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.soak)], ids=lambda n: f"{n} kills")

@@ -2,27 +2,31 @@
 
 import json
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
+from torch.utils.data import Dataset
 
 from fedring.client.group.checkpoints import JobCheckpoints
 from fedring.client.group.hooks import JobHook, make_hook
 from fedring.data import Samples
 from fedring.offers import offers
-from fedring.train.errors import SeamError
+from fedring.train.errors import SeamError, TrainError
 from fedring.train.jobs.data_parallel_table import HOOKS, DataParallel
+from fedring.train.loop import random_state
 from fedring.train.losses import cross_entropy
 from fedring.train.names.offered import collect
 from fedring.train.plan import Plan
 from fedring.workers.data_parallel_epochs import DataParallelSetup, DataParallelTraining
-from fedring.workers.replica import Replica, all_equal, synchronize
+from fedring.workers.replica import Progress, Replica, all_equal, synchronize
 from fedring.workers.training import Watcher
 
 SIZE = 70
@@ -36,6 +40,29 @@ def net() -> nn.Module:
 def samples() -> Samples:
     generator = torch.Generator().manual_seed(1)
     return Samples(torch.randn(SIZE, 6, generator=generator), torch.randint(3, (SIZE,), generator=generator))
+
+
+class Halves(Dataset[Any]):
+    """The same samples, with two inputs that have names."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        inputs, label = samples()[index]
+        return {"left": inputs[:3], "right": inputs[3:]}, label
+
+
+class Named(nn.Module):
+    """A model of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.net(torch.cat((left, right), dim=1))
+        return outputs
 
 
 def setup_of(plan: Plan, **table: Any) -> DataParallelSetup:
@@ -73,10 +100,10 @@ def result_of(replica: Replica, training: DataParallelTraining, **more: Any) -> 
     }
 
 
-def plain(rank: int, **table: Any) -> dict[str, Any]:
+def plain(rank: int, *, subset_size: int = 0, **table: Any) -> dict[str, Any]:
     """Train two epochs, with equal models at the start."""
     replica = replica_of(net(), 0.0 if table.get("hook") == "dgc" else 0.9)
-    setup = setup_of(Plan(epochs=2, batch_size=8, seed=5, momentum=0.9), **table)
+    setup = setup_of(Plan(epochs=2, batch_size=8, seed=5, momentum=0.9, subset_size=subset_size), **table)
     return result_of(replica, train(replica, setup), equal=all_equal(replica))
 
 
@@ -87,6 +114,16 @@ def failing(rank: int) -> dict[str, Any]:
         train(replica, setup)
     except SeamError as error:
         return {"reason": error.reason, "error": str(error)}
+    return {}
+
+
+def without_samples(rank: int) -> dict[str, Any]:
+    """Train on no samples; return the error."""
+    replica, setup = replica_of(net()), setup_of(Plan(batch_size=8))
+    try:
+        train(replica, replace(setup, samples=samples().subset(np.arange(0))))
+    except TrainError as error:
+        return {"reason": error.reason}
     return {}
 
 
@@ -108,6 +145,53 @@ def newcomer(rank: int) -> dict[str, Any]:
     again = synchronize(replica)
     training = train(replica, setup_of(Plan(epochs=1, batch_size=8, seed=5)))
     return result_of(replica, training, source=source, again=again, equal=all_equal(replica))
+
+
+def broken_newcomer(rank: int) -> dict[str, Any]:
+    """Join as rank 0, in a group that fails before rank 1 has sent all of its state, and then in one that does not."""
+    replica = replica_of(net())
+    if rank == 1:
+        for _ in range(3):
+            replica.optimizer.zero_grad()
+            replica.model(samples().inputs).sum().backward()
+            replica.optimizer.step()
+        replica.progress.steps, replica.progress.taken = 3, 24
+    before, broadcast, left = replica.digest(), dist.broadcast, 4  # the progress, and three tensors of the model
+
+    def until_it_fails(*arguments: Any) -> None:
+        nonlocal left
+        if not left:
+            raise RuntimeError("a worker is lost")
+        left -= 1
+        broadcast(*arguments)
+
+    dist.broadcast = until_it_fails
+    try:
+        synchronize(replica)
+    except RuntimeError:
+        kept = replica.digest() == before
+    finally:
+        dist.broadcast = broadcast
+    source = synchronize(replica)
+    return {
+        "before": before.hex(),
+        "kept": kept,
+        "source": source,
+        "digest": replica.digest().hex(),
+        "taken": replica.progress.taken,
+    }
+
+
+def named_inputs(rank: int) -> dict[str, Any]:
+    """Go on within a round from a checkpoint, with a model whose inputs have names."""
+    setup = replace(setup_of(Plan(epochs=1, batch_size=8, seed=5)), samples=Halves())
+    replica = replica_of(Named())
+    hook = make_hook(setup.table, setup.plan, replica.model.named_parameters(), collect([__name__]))
+    hook.enter(0, 1)
+    replica.progress = Progress(steps=1, round_steps=1, taken=16)
+    training = DataParallelTraining(replica, setup, hook, random=random_state(torch.device("cpu")))
+    training.run()
+    return result_of(replica, training, equal=all_equal(replica))
 
 
 def newcomer_to(rank: int, hook: str, **table: Any) -> dict[str, Any]:
@@ -166,10 +250,15 @@ SCENARIOS: dict[str, Any] = {
     "wrapped": lambda rank: plain(rank, hook="fp16(powersgd)", start_iteration=2),
     "own": lambda rank: plain(rank, hook="tests.unit.group_member:own_hook"),
     "own with state": lambda rank: plain(rank, hook="tests.unit.group_member:own_with_state"),
+    "cosine": lambda rank: plain(rank, lr_schedule="cosine"),
+    "cosine of a large subset": lambda rank: plain(rank, lr_schedule="cosine", subset_size=2 * SIZE),
     "late buffers": lambda rank: plain(rank, buffers="before_evaluation"),
     "some buffers": lambda rank: plain(rank, buffers=1),
     "failing": failing,
+    "without samples": without_samples,
     "newcomer": newcomer,
+    "broken newcomer": broken_newcomer,
+    "named inputs": named_inputs,
     "two histories": partial(two_histories, same_round=True),
     "one history": partial(two_histories, same_round=True, other=0),
     "two histories in another round": partial(two_histories, same_round=False),

@@ -48,7 +48,7 @@ def worth_factoring(rows: int, columns: int, *, rank: int, min_rate: float) -> b
 def orthonormalise(matrices: Tensor, epsilon: float = 0.0) -> Tensor:
     """Make the columns of matrices orthonormal, in place.
 
-    Columns of zeros stay zero.
+    Columns of zeros stay zero; of more than two columns, they become any that are orthonormal to the others.
 
     Args:
         matrices: The matrices [b, n, r], r <= n, of any float dtype.

@@ -13,7 +13,7 @@ equal. An outer optimizer takes one step with it, which all workers follow. With
 parameters.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -113,7 +113,7 @@ class LocalSGD:
         grads = Gradients(names, [anchor.shape for anchor in anchors], buffer)
         run(self.compression.steps(grads) if self.compression else self._mean(grads))
         for anchor, gradient in zip(anchors, grads.flat(), strict=True):
-            anchor.grad = gradient.view(anchor.shape)
+            anchor.grad = gradient.view(anchor.shape).to(anchor.dtype)  # the buffer has one dtype for all
         self.optimizer.step()
         for name, anchor in self.anchors.items():
             anchor.grad = None
@@ -140,7 +140,7 @@ class LocalSGD:
         Raises:
             ValueError: If the checkpoint is of other parameters.
         """
-        if state["anchors"].keys() != self.anchors.keys():
+        if _shapes(state["anchors"]) != _shapes(self.anchors):  # copy_ would stretch smaller tensors
             raise ValueError("the state of LocalSGD is of other parameters")
         for name, anchor in self.anchors.items():
             anchor.copy_(state["anchors"][name])
@@ -152,3 +152,7 @@ class LocalSGD:
     def _mean(self, grads: Gradients) -> Steps:
         (result,) = yield from mean([grads.buffer], self.group, grads.buffer.dtype)
         return grads.buffer.copy_(result)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from fedring.c10d import GradBucket
 from fedring.train.batches import Inputs, apply, cut, diverged, fetch, size_of
-from fedring.train.errors import SeamError
+from fedring.train.errors import SeamError, TrainError
 from fedring.train.jobs.data_parallel_table import DataParallel
 from fedring.train.loop import Loss, random_state, seeded, set_random_state
 from fedring.train.plan import Plan
@@ -84,10 +84,12 @@ class DataParallelTraining:
 
         Raises:
             SeamError: With the reason old_torch, if torch is older than 2.5.
-            TrainError: With the reason diverged, if the loss is no longer finite.
+            TrainError: With the reason no_data, if there are no samples, or diverged, if the loss is no longer finite.
             Diverged: If the workers' parameters differ.
         """
         setup, progress = self.setup, self.replica.progress
+        if not size_of(setup.samples):
+            raise TrainError("no_data", "This worker has no samples to train on: give it those of all workers.")
         place = GroupRank(dist.get_rank(), dist.get_world_size())
         ddp = self._wrap()
         tally = Tally()
@@ -147,7 +149,7 @@ class DataParallelTraining:
         ((inputs, labels),) = fetch(setup.samples, [indices], setup.device)
         self._rehearsing = True
         try:
-            setup.loss(ddp(inputs), labels).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            setup.loss(apply(ddp, inputs), labels).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         finally:
             self._rehearsing = False
         with torch.no_grad():
@@ -203,7 +205,8 @@ class DataParallelTraining:
 
     def _set_lr(self) -> None:
         setup, progress = self.setup, self.replica.progress
-        size = setup.plan.subset_size or size_of(setup.samples)
+        size = size_of(setup.samples)
+        size = min(size, setup.plan.subset_size or size)
         done = setup.first_epoch + progress.epoch + progress.taken / max(size, 1)
         factor = lr_factor(setup.table, done, setup.total_epochs)
         for group in self.replica.optimizer.param_groups:

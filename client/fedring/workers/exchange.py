@@ -68,6 +68,7 @@ def exchange_files(outgoing: tuple[Path, int] | None, incoming: tuple[Path, int]
         part = incoming[0].with_name(incoming[0].name + ".part") if incoming else None
         if part:
             files.enter_context(on_disk(part))
+            files.callback(part.unlink, missing_ok=True)  # of a file whose sender is lost
         target = files.enter_context(part.open("wb", buffering=0)) if part else None
         for offset in range(0, max(sent, total), _PIECE_BYTES):
             work = None

@@ -37,6 +37,7 @@ from fedring.pipeline.transport import GroupTransport
 from fedring.pipeline.worker import Worker
 from fedring.schedules.simulation import check
 from fedring.train.batches import by_name, diverged, fetch, size_of
+from fedring.train.errors import TrainError
 from fedring.train.evaluation import Counts
 from fedring.train.jobs.hooks import choose_hook
 from fedring.train.jobs.pipeline_table import CREDITS, Pipeline
@@ -123,6 +124,10 @@ class PipelineTraining:
             watcher: Is told the progress.
             profile: Takes the figures of the training.
             micro_batches: The number that "auto" has found before; 0 = none.
+
+        Raises:
+            TrainError: With the reason other_samples, if the workers have found other numbers of samples, no_data, if
+                there are none, or bad_checkpoint, if the checkpoint does not fit.
         """
         self.setup, self.watcher, self.profile = setup, watcher, profile
         self.usage = Usage()
@@ -184,7 +189,10 @@ class PipelineTraining:
         self._states = {n: self._model.make(n, setup.plan, setup.optimizer, setup.device) for n in mine}
         # The end of the previous round is where this one begins, if the server has published just that model.
         is_base = checkpoint is not None and setup.checkpoints.is_result(checkpoint, setup.base_digest)
-        somebody_knows = any(row[0] for row in gather_integers([is_base]))
+        held_out = 0 if setup.held_out is None else size_of(setup.held_out)
+        rows = gather_integers([is_base, size_of(setup.samples), held_out])
+        _check_sizes([row[1:] for row in rows])
+        somebody_knows = any(row[0] for row in rows)
         resumed = bool(files) and (facts.round, facts.base) == (fresh.round, fresh.base)
         for number, path in files.items():
             self._states[number].load(path, values=resumed or somebody_knows)
@@ -329,7 +337,8 @@ class PipelineTraining:
         Each pipeline takes every so many batches.
         """
         setup, table, tally = self.setup, self.setup.table, Tally()
-        cuts = torch.split(torch.arange(size_of(samples)), _EVALUATION_BATCH)[self._place.rank :: self._place.size]
+        batches = [cut for cut in torch.split(torch.arange(size_of(samples)), _EVALUATION_BATCH) if len(cut)]
+        cuts = batches[self._place.rank :: self._place.size]
         for start in range(0, len(cuts), _EVALUATION_BATCHES):
             self.watcher.check()
             inputs, labels = self._read(samples, cuts[start : start + _EVALUATION_BATCHES])
@@ -413,6 +422,28 @@ class PipelineTraining:
         self.micro_batches = curve.best
         text = ", ".join(f"{point.micro_batches}: {1e3 * point.seconds:.1f} ms" for point in curve.points)
         log.info("%d micro-batches are the fastest of %s", curve.best, text, extra={"micro_batches": curve.best})
+
+
+def _check_sizes(sizes: Sequence[Sequence[int]]) -> None:
+    """Check that all workers have found equally many samples.
+
+    Otherwise the first stage would read the inputs of other samples than those whose labels the last one reads.
+
+    Args:
+        sizes: The numbers of training samples and of held-out samples, by rank. Workers of fedring 1.0.0 tell none.
+
+    Raises:
+        TrainError: With the reason other_samples, if they differ, or no_data, if there are no training samples.
+    """
+    for what, *found in zip(("training", "held-out"), *(row for row in sizes if len(row) == 2), strict=True):
+        if len(set(found)) > 1:
+            raise TrainError(
+                "other_samples",
+                f"The workers have found {', '.join(map(str, found))} {what} samples, in the order of the clients' "
+                "names, and all must find the same: mend the data of those that differ.",
+            )
+        if what == "training" and not all(found):
+            raise TrainError("no_data", "The workers have found no samples to train on: give them some.")
 
 
 def _spread(tensors: Sequence[Tensor], micro_batches: Sequence[int], count: int) -> MicroBatches:

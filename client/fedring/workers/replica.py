@@ -76,8 +76,9 @@ def synchronize(replica: Replica) -> int:
 
     All workers of the default group become equal.
 
-    Model, shared state, optimizer and progress are taken over. If all workers are equal already, they exchange hashes
-    and nothing else. Every worker of the group must call this.
+    Model, shared state, optimizer and progress are taken over, all of them or nothing: meanwhile, a worker needs host
+    memory for both models. If all workers are equal already, they exchange hashes and nothing else. Every worker of
+    the group must call this.
 
     Returns:
         The rank that the others took over from: of those with the most steps, the lowest.
@@ -92,10 +93,16 @@ def synchronize(replica: Replica) -> int:
     source = steps.index(max(steps))
     # All workers see the same rows, so all of them take part in the broadcasts, or none does.
     if any(row != everyone[0] for row in everyone):
-        replica.progress = _share_progress(progress, source)
-        for tensor in replica.tensors():
-            _broadcast(tensor, source)
-        _share_optimizer(replica.optimizer, source)
+        progress = _share_progress(progress, source)
+        values = [_received(tensor, source) for tensor in replica.tensors()]
+        states = _share_optimizer(replica.optimizer, source)
+        # Only now, when all of it is here. A worker with a part of another's state would pass that on as its own, if
+        # the group fails and the next one takes it for the most advanced.
+        if dist.get_rank() != source:
+            for tensor, value in zip(replica.tensors(), values, strict=True):
+                tensor.detach().copy_(value)
+            replica.optimizer.state.update(states)
+            replica.progress = progress
     return source
 
 
@@ -147,12 +154,11 @@ def _share_progress(progress: Progress, source: int) -> Progress:
     return Progress(*(int(value) for value in values))
 
 
-def _share_optimizer(optimizer: torch.optim.Optimizer, source: int) -> None:
-    """Give all workers the state of the source's optimizer."""
+def _share_optimizer(optimizer: torch.optim.Optimizer, source: int) -> dict[Tensor, State]:
+    """Return the source's state of the optimizer, by parameter."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = _share_states(parameters, [optimizer.state.get(p, {}) for p in parameters], source)
-    for parameter, state in zip(parameters, states, strict=True):
-        optimizer.state[parameter] = state
+    return dict(zip(parameters, states, strict=True))
 
 
 def _share_states(parameters: Sequence[Tensor], states: Sequence[State], source: int) -> list[State]:
@@ -258,6 +264,18 @@ def _share_text(text: str, source: int) -> str:
     held = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(length), dtype=torch.uint8)
     _broadcast(held, source)
     return held.numpy().tobytes().decode("utf-8", "replace")
+
+
+def _received(tensor: Tensor, source: int) -> Tensor:
+    """Return the source's values of a tensor, in host memory.
+
+    The tensor itself stays as it is.
+    """
+    is_source = dist.get_rank() == source
+    values = tensor.detach().cpu().contiguous() if is_source else torch.empty(tensor.shape, dtype=tensor.dtype)
+    if values.numel():
+        dist.broadcast(values, source)
+    return values
 
 
 def _broadcast(tensor: Tensor, source: int) -> None:

@@ -247,3 +247,32 @@ def test_a_parameter_without_a_name_is_refused() -> None:
 def test_arguments_that_cannot_work_are_refused(make: Callable[[], object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make()
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_local_sgd_moves_parameters_of_several_dtypes(compressed: bool) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2).bfloat16())
+    compression = hooks.Int8State(None, named_parameters=net.named_parameters()) if compressed else None
+    local = LocalSGD(
+        None,
+        net.named_parameters(),
+        every=1,
+        outer=lambda anchors: torch.optim.SGD(anchors, lr=1.0),
+        compression=compression,
+    )
+    for parameter in net.parameters():
+        parameter.data.fill_(0.5)
+    assert local.step()
+    assert [parameter.dtype for parameter in net.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
+    for parameter in net.parameters():
+        assert torch.allclose(parameter.float(), torch.tensor(0.5), atol=0.02)
+
+
+@pytest.mark.parametrize("other", [nn.Linear(1, 1), nn.Linear(4, 2), nn.Linear(4, 1, bias=False)], ids=str)
+def test_local_sgd_refuses_the_state_of_other_parameters(other: nn.Module) -> None:
+    state = LocalSGD(None, other.named_parameters(), every=2).state_dict()
+    local = LocalSGD(None, nn.Linear(4, 1).named_parameters(), every=2)
+    before = local.anchors["weight"].clone()
+    with pytest.raises(ValueError, match="of other parameters"):
+        local.load_state_dict(state)
+    assert torch.equal(local.anchors["weight"], before)

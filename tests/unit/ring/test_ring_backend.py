@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ring_groups import ring_groups
+from tests.ring_groups import WAIT, ring_groups
 from tests.waiting import until
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
@@ -299,3 +299,34 @@ def test_cuda_tensors_are_staged_through_host_memory(make: Make) -> None:
     futures = [group.allreduce(tensor).get_future() for group, tensor in zip(groups, tensors, strict=True)]
     assert [future.wait()[0].device.type for future in futures] == ["cuda", "cuda"]
     assert all(tensor.eq(3).all() for tensor in tensors)
+
+
+def _gather(group: RingProcessGroup, rank: int, counts: tuple[int, int]) -> Any:
+    outputs = [torch.empty(counts[0]) for _ in counts] if rank == 0 else []
+    return group.gather([outputs] if rank == 0 else [], [torch.ones(counts[rank])])
+
+
+def _scatter(group: RingProcessGroup, rank: int, counts: tuple[int, int]) -> Any:
+    inputs = [[torch.ones(counts[0]) for _ in counts]] if rank == 0 else []
+    return group.scatter([torch.empty(counts[rank])], inputs)
+
+
+def _all_to_all(group: RingProcessGroup, rank: int, counts: tuple[int, int]) -> Any:
+    outputs, inputs = [1, 1] if rank == 0 else [counts[1], 1], [1, counts[0]] if rank == 0 else [1, 1]
+    return group.alltoall_base(torch.empty(sum(outputs)), torch.ones(sum(inputs)), outputs, inputs)
+
+
+@pytest.mark.parametrize("counts", [(3, 0), (0, 3)], ids=str)
+@pytest.mark.parametrize("start", [_gather, _scatter, _all_to_all])
+def test_no_values_where_the_other_rank_has_some_are_a_mismatch(
+    make: Make, start: Callable[[RingProcessGroup, int, tuple[int, int]], Any], counts: tuple[int, int]
+) -> None:
+    """Neither rank may wait for frames that never come, or end with values that nobody takes."""
+    works = [start(group, rank, counts) for rank, group in enumerate(make(2))]
+    errors = []
+    for work in works:
+        try:
+            work.wait(WAIT)
+        except RingError as error:
+            errors.append(type(error))
+    assert set(errors) == {Mismatch}  # of one rank or both

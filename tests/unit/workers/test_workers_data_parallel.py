@@ -68,6 +68,10 @@ def test_a_hook_that_needs_a_state_and_has_none_is_named(results: Results) -> No
         assert "name a function that takes the named parameters and returns the state and the hook" in result["error"]
 
 
+def test_a_group_without_samples_says_so(results: Results) -> None:
+    assert [result["reason"] for result in results["without samples"]] == ["no_data"] * 2
+
+
 def test_a_group_computes_what_one_process_would(results: Results) -> None:
     first, _ = results["none"]
     expected = [float(p.detach().double().sum()) for p in alone().parameters()]
@@ -96,6 +100,24 @@ def test_a_newcomer_takes_over_model_momentum_and_place(results: Results) -> Non
     assert first["equal"]
     assert first["momentum"] == second["momentum"] != []
     assert first["steps"] == second["steps"] == 3 + count_steps(SIZE - 24, 2, 8)
+
+
+def test_a_newcomer_whose_group_fails_before_it_has_all_keeps_what_it_had(results: Results) -> None:
+    first, second = results["broken newcomer"]
+    assert first["kept"]
+    assert first["source"] == second["source"] == 1
+    assert first["digest"] == second["digest"] == second["before"]
+    assert first["taken"] == second["taken"] == 24
+
+
+def test_a_group_goes_on_within_a_round_with_named_inputs(results: Results) -> None:
+    first, second = results["named inputs"]
+    assert first["equal"]
+    assert first["steps"] == second["steps"] == 1 + count_steps(SIZE - 16, 2, 8)
+
+
+def test_a_subset_larger_than_the_samples_is_all_of_them_to_the_learning_rate_too(results: Results) -> None:
+    assert results["cosine"][0]["digest"] == results["cosine of a large subset"][0]["digest"]
 
 
 def test_checkpoints_of_one_group_belong_together_although_buffers_differ(results: Results) -> None:

@@ -144,13 +144,13 @@ def gather(rank: int, outputs: Sequence[memoryview], mine: memoryview, root: int
     At the end, the root's `outputs[r]` is rank r's `mine`. Other ranks have no outputs.
     """
     if rank != root:
-        yield from _send(root, mine, tag=0)
+        yield from send(root, mine)
         return
     for source, into in enumerate(outputs):
         if source == root:
             into[:] = mine
         else:
-            yield from _receive(source, into, tag=0)
+            yield from receive(source, into)
 
 
 def scatter(rank: int, inputs: Sequence[memoryview], mine: memoryview, root: int) -> Program:
@@ -159,13 +159,13 @@ def scatter(rank: int, inputs: Sequence[memoryview], mine: memoryview, root: int
     At the end, `mine` is the root's `inputs[rank]`. Other ranks have no inputs.
     """
     if rank != root:
-        yield from _receive(root, mine, tag=0)
+        yield from receive(root, mine)
         return
     for to, data in enumerate(inputs):
         if to == root:
             mine[:] = data
         else:
-            yield from _send(to, data, tag=0)
+            yield from send(to, data)
 
 
 def all_to_all(rank: int, size: int, outputs: Sequence[memoryview], inputs: Sequence[memoryview]) -> Program:
@@ -174,10 +174,10 @@ def all_to_all(rank: int, size: int, outputs: Sequence[memoryview], inputs: Sequ
     At the end, `outputs[r]` is `inputs[rank]` of rank r.
     """
     for to in _others(rank, size):
-        yield from _send(to, inputs[to], tag=0)
+        yield from send(to, inputs[to])
     outputs[rank][:] = inputs[rank]
     for source in _others(rank, size):
-        yield from _receive(source, outputs[source], tag=0)
+        yield from receive(source, outputs[source])
 
 
 def barrier(rank: int, size: int) -> Program:
@@ -213,13 +213,21 @@ def monitored_barrier(rank: int, size: int) -> Program:
 
 
 def send(to: int, data: memoryview) -> Program:
-    """Send `data` to a rank."""
+    """Send `data` to a rank.
+
+    Of no bytes, too, there is a frame: a rank that waits for some, or for none, would not notice the difference.
+    """
+    if not data:
+        yield Send(to, data)
     yield from _send(to, data, tag=0)
 
 
 def receive(source: int, data: memoryview) -> Program:
-    """Receive `data` from a rank."""
-    yield from _receive(source, data, tag=0)
+    """Receive `data` from a rank; see `send`."""
+    if not data:
+        yield Receive(source, 0)
+    for part, begin, end in parts(len(data), 1):
+        data[begin:end] = yield Receive(source, end - begin, 0, part)
 
 
 def even_cuts(count: int, size: int) -> list[int]:
@@ -319,11 +327,6 @@ def _send_values(to: int, values: memoryview, reduction: Reduction, *, tag: int)
 def _send(to: int, data: memoryview, *, tag: int) -> Program:
     for part, begin, end in parts(len(data), 1):
         yield Send(to, data[begin:end], tag, part)
-
-
-def _receive(source: int, into: memoryview, *, tag: int) -> Program:
-    for part, begin, end in parts(len(into), 1):
-        into[begin:end] = yield Receive(source, end - begin, tag, part)
 
 
 def _send_message(to: int, message: memoryview, *, tag: int) -> Program:

@@ -193,7 +193,12 @@ class Endpoint:
         return peer in self._peers.left
 
     def waited(self, peer: str, seconds: float) -> None:
-        """Count a wait of an operation for the peer to begin."""
+        """Count a wait of an operation for the peer to begin.
+
+        This worker is no peer of itself, and a wait for its own message does not count.
+        """
+        if peer == self.address:
+            return
         with self._lock:
             rank = self._peers.ranks[peer]
             before = self.traffic.waits[rank]

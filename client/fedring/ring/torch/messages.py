@@ -12,7 +12,7 @@ from torch import Tensor
 from fedring.ring.engine import collectives
 from fedring.ring.engine.group import Group
 from fedring.ring.engine.operation import Kind, Operation
-from fedring.ring.engine.program import Program, Receive, Send
+from fedring.ring.engine.program import Program, Send
 from fedring.ring.errors import CollectiveTimeout
 from fedring.ring.torch.compiler import opaque
 from fedring.ring.torch.profiling import begin_record, is_recording
@@ -43,8 +43,7 @@ class Messages:
 
     def send(self, staged: Staged, to: int, tag: int, *, timeout: float) -> Operation:
         """Start to send values to a rank."""
-        key, data = self._key_to(to, tag), staged.data
-        program = collectives.send(to, data) if len(data) else _send_nothing(to)
+        key, program = self._key_to(to, tag), collectives.send(to, staged.data)
         if to == self.group.rank:
             self._deliver_here(_what(staged), program, key)
             key, program = f"{key}!", _no_program()
@@ -157,8 +156,7 @@ class Messages:
         return _key(source, self.group.rank, tag, number)
 
     def _receive(self, staged: Staged, source: int, key: str, *, timeout: float) -> Operation:
-        data = staged.data
-        program = collectives.receive(source, data) if len(data) else _receive_nothing(source)
+        program = collectives.receive(source, staged.data)
         return self.group.start(
             _what(staged), program, timeout=timeout, key=key, ending=begin_record("recv", [staged.flat])
         )
@@ -314,11 +312,3 @@ def _key(source: int, to: int, tag: int, number: int) -> str:
 
 def _no_program() -> Program:
     yield from ()
-
-
-def _send_nothing(to: int) -> Program:
-    yield Send(to, b"")
-
-
-def _receive_nothing(source: int) -> Program:
-    yield Receive(source, 0)

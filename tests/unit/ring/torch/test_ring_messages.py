@@ -80,6 +80,18 @@ def test_a_rank_sends_bytes_to_itself(pair: Pair) -> None:
     assert bytes(second.messages.receive_bytes(len(BYTES), 1, TAG, timeout=SECONDS)) == BYTES
 
 
+@pytest.mark.parametrize("asks_first", [True, False])
+def test_a_rank_sends_tensors_to_itself(pair: Pair, asks_first: bool) -> None:
+    _, second = pair
+    got, sent = torch.zeros(3), torch.arange(3.0)
+    first = [second.recv([got], 1, TAG)] if asks_first else []
+    works = [*first, second.send([sent], 1, TAG)]
+    works += [] if asks_first else [second.recv([got], 1, TAG)]
+    assert all(work.wait() for work in works)
+    assert torch.equal(got, sent)
+    assert 1 not in second.world.endpoint.traffic.waits  # it has not waited for a peer
+
+
 def test_a_message_of_another_size_is_a_mismatch_on_both_ranks(pair: Pair) -> None:
     first, second = pair
     send(first)
