@@ -159,3 +159,21 @@ def test_a_round_whose_noise_the_other_server_has_drawn_is_abandoned(tmp_path: P
     first = {path.name for path in (tmp_path / "objects" / "blobs" / str(first_term)).iterdir()}
     named = {name for (name,) in SharedState(database, (tmp_path / "objects").as_uri()).ask("SELECT blob FROM models")}
     assert len(first & named) == 1  # the model that the job began with
+
+
+def test_a_round_to_which_the_clients_add_the_noise_goes_on_at_the_other_server(tmp_path: Path, database: str) -> None:
+    dp = {"noise_multiplier": 1.0, "clip": 0.5, "adaptive": False, "noise_by": "clients"}
+    fleet = TwoServers(tmp_path, database, [{}, {}, {}])
+    fleet.server.env["FL_CRASH_AT"] = "after_row_commit"
+    with fleet:
+        with Control(fleet.control) as control:
+            until_watching(control, 3)
+            private = {"weights": "uniform", "evaluate": False, "dp": dp, "secure_aggregation": {}, "start": "fresh"}
+            least = {"min_clients": 3, "min_clients_to_aggregate": 3, "rounds": 1}
+            job_id = control.start_job({**JOB, **private, **least}).job_id
+            wait_for(fleet, "the crash", fleet.server.wait)
+        fleet.until_the_standby_leads()
+        with Control(fleet.control) as control:
+            job = wait_for(fleet, "the end of the job", lambda: ended(control, job_id))
+            reasons = [row.reason for row in control.rounds()]
+    assert (job.state, job.reason, reasons) == ("completed", "", [""])

@@ -131,7 +131,8 @@ async def reload(parts: Parts, *, end_orphans: bool = True) -> Collection[int]:
     rounds.last = next((row for row in newest if row.ended_at is not None), None)
     if end_orphans:
         await parts.privacy.forget(interrupted)
-    rounds.await_resumption([*interrupted, *await _commanded(facts)])
+    # A round that is open comes last: clients have commands of it, too, and it is not one that has ended.
+    rounds.await_resumption([*await _commanded(facts), *interrupted])
     return rounds.interrupted.keys()
 
 

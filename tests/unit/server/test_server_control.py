@@ -1,6 +1,7 @@
 """The control service: how much it reads from the store for one reply, and when it forgets a client."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -198,6 +199,39 @@ async def test_a_client_does_not_join_while_it_is_forgotten(tmp_path: Path, monk
         with pytest.raises(NoSuchClient):  # not as if it had been forgotten once more
             await calls[1]
         host.join("a")
+
+
+async def test_an_update_that_is_accepted_meanwhile_is_not_told_as_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = pb.ForgetClientRequest(client_id="a")
+    async with running(tmp_path) as host:
+        counts = host.store.updates.counts
+
+        def slow() -> Counter[str]:
+            host.gate.pass_("counts")
+            return counts()
+
+        monkeypatch.setattr(host.store.updates, "counts", slow)
+        control, sessions = control_of(host.parts, host.config), [host.join(client) for client in ("a", "b")]
+        job, _ = await host.jobs.start(spec(min_clients=2, rounds=2), "")
+        for client, session in zip("ab", sessions, strict=True):
+            await host.offer(host.update(await host.command(session), client))
+        command = await host.command(sessions[0])
+        host.sessions.drop(sessions[0])
+        host.rounds.presence(Left("a"))
+        host.gate.close("counts")
+        forgotten = asyncio.create_task(control.ForgetClient(request, None))
+        await host.gate.reached()
+        late = host.offer(host.update(command, "a"))
+        async with asyncio.timeout(60):
+            while host.facts.waiting < 2:  # noqa: ASYNC110 (until the update waits for the store, too)
+                await asyncio.sleep(0)
+        host.gate.open()
+        assert not await late
+        assert await forgotten == pb.ForgottenClient(client_id="a", updates=1)
+        assert [row.client_id for row in await host.facts.db(host.store.updates.of_round, command.round)] == ["a"]
+        assert job.job_id in host.jobs.running
 
 
 async def test_no_client_is_forgotten_before_interrupted_rounds_go_on(tmp_path: Path) -> None:

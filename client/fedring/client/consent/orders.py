@@ -167,7 +167,7 @@ class Orders:
         if known.job_id != command.job.job_id:
             text = f"this signed job was started before, as job {known.job_id}, and the server starts it as job"
             raise BadOrder("replayed", f"{text} {command.job.job_id}: sign it again")
-        if isinstance(command, pb.TrainCmd) and _begins_anew(known, command):
+        if _begins_anew(known, command):
             known = replace(known, fixed=known.fixed | {"residual_after": fixed["residual_after"]})
         if changed := next((key for key, value in fixed.items() if known.fixed.get(key) != value), ""):
             text = f"{changed} is {fixed[changed] or 'empty'}, and was {known.fixed.get(changed) or 'empty'} before"
@@ -183,9 +183,15 @@ def _short(text: str) -> str:
     return text if len(text) <= _MOST_TEXT else hashlib.sha256(text.encode()).hexdigest()
 
 
-def _begins_anew(known: Followed, command: pb.TrainCmd) -> bool:
-    """Return whether a job begins again, as at a restored server."""
-    return command.job_round == 1 and known.rounds > 0 and command.epoch > known.last[0]
+def _begins_anew(known: Followed, command: pb.TrainCmd | pb.EvaluateCmd) -> bool:
+    """Return whether a job begins again, as at a restored server.
+
+    A site that is not drawn for its first round sees that by its line of models, which has begun in a later epoch.
+    """
+    before = known.last[0]
+    if isinstance(command, pb.TrainCmd) and command.job_round == 1 and command.epoch > before:
+        return True
+    return command.residual_after_epoch > max(before, int(known.fixed["residual_after"].partition(".")[0]))
 
 
 def _check_count(order: JobOrder, count: int, what: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from grpc import aio
@@ -77,12 +78,13 @@ class Upload:
         self._spooled = spooled
         self._ended = ended
         self._tell = tell
+        self._has_left = not spooled.made_here  # whether any of it may have
 
     async def run(self, deadline: float) -> None:
         """Send the update until the server has accepted it.
 
-        When the update is no longer wanted, it is not sent any more. The server is still asked about it, because it may
-        have accepted it in a call whose answer was lost.
+        When the update is no longer wanted, it is not sent any more. If any of it has left, the server is still asked
+        about it, because it may have accepted it in a call whose answer was lost.
 
         Args:
             deadline: Until when to try, in monotonic seconds.
@@ -96,6 +98,8 @@ class Upload:
         tries = Tries(self._connection, POLICY)
         small = self._spooled.header.total_bytes <= SMALL_BYTES and not self._ended()
         while True:
+            if not self._has_left and (why := self._ended()):
+                raise GivenUp(why)  # to ask would tell what its header says of the training
             try:
                 with tries.one():
                     return await (self._push_small() if small else self._push())
@@ -124,6 +128,9 @@ class Upload:
             detail += f" (after {MOST_TRIES} tries)"
         return UpdateRefused(reason, detail)
 
+    def _leaves(self) -> None:
+        self._has_left = True
+
     def _heard(self, accepted: pb.Accepted) -> None:
         """Note the head of the server's log, which has this update."""
         self._connection.audited, self._connection.audit_head = self._spooled.offer.name, accepted.audit_head
@@ -135,7 +142,7 @@ class Upload:
             update = pb.SmallUpdate(offer=self._spooled.offer, payload=bytes(read(0, header.total_bytes)))
         seconds = connection.session.no_progress_seconds
         async with connection.small_updates() as call:
-            await _write(call, update, seconds)
+            await _write(call, update, seconds, self._leaves)
             self._heard(await _read(call, pb.Accepted, seconds))
         connection.last_success = time.monotonic()
         connection.metrics.upload_bytes.inc(header.total_bytes)
@@ -148,7 +155,7 @@ class Upload:
         header, seconds = self._spooled.header, self._connection.session.no_progress_seconds
         call = self._connection.push_update(metadata=self._connection.metadata)
         try:
-            await _write(call, pb.ClientUpdate(offer=self._spooled.offer), seconds)
+            await _write(call, pb.ClientUpdate(offer=self._spooled.offer), seconds, self._leaves)
             reply = await _read(call, pb.UpdateReply, seconds)
             # The server may have the update from an earlier call, whose answer was lost.
             if reply.WhichOneof("reply") == "accepted":
@@ -173,9 +180,21 @@ def _detail(error: aio.AioRpcError | FedringError) -> str:
     return (error.details() or "") if isinstance(error, aio.AioRpcError) else str(error)
 
 
-async def _write(call: Any, message: pb.ClientUpdate | pb.SmallUpdate | bytes, seconds: float) -> None:
+async def _write(
+    call: Any,
+    message: pb.ClientUpdate | pb.SmallUpdate | bytes,
+    seconds: float,
+    leaves: Callable[[], None] = lambda: None,
+) -> None:
+    """Send a message.
+
+    `leaves` is called just before, if there is a connection: without one, nothing leaves.
+    """
     try:
         async with asyncio.timeout(seconds):
+            with suppress(aio.AioRpcError):  # writing tells it, too
+                await call.wait_for_connection()
+                leaves()
             await call.write(message)
     except TimeoutError as error:
         raise Stalled(f"the server read nothing for {seconds:g} s") from error

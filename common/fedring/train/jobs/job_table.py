@@ -14,6 +14,7 @@ class Budget(NamedTuple):
 
     max_epsilon: float  # 0 = no limit
     delta: float
+    server_noise: bool  # whether the server adds the noise
 
 
 class JobView(Protocol):

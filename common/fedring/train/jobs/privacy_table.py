@@ -90,7 +90,7 @@ class ClientPrivacy(JobTable):
     @property
     def budget(self) -> Budget:
         """See JobTable."""
-        return Budget(self.max_epsilon, self.delta)
+        return Budget(self.max_epsilon, self.delta, server_noise=not self.by_clients)
 
     @property
     def by_clients(self) -> bool:

@@ -155,19 +155,24 @@ class Jobs:
             state, reason = await self._runner.wind_up(row, state, reason)
         reason = printable(reason)  # the words of users' code may hold what no database takes
         # Stored last: after a kill before this line, the next process still finds the job running.
-        await self._facts.keep(self._end, row.job_id, state, reason)
+        ended = await self._facts.keep(self._end, row.job_id, state, reason)
         del self.running[row.job_id], self._since[row.job_id]
         self._started.set(min(self._since.values(), default=0))
         self._rounds.job_ended(row.job_id)
         await drop_partials(self._rounds, self._facts)
-        verb = {"failed": "has", "stopped": "was"}.get(state, "is")
-        text = f"job {row.job_id} ({row.name}) {verb} {state}" + (f": {reason}" if reason else "")
+        verb = {"failed": "has", "stopped": "was"}.get(ended.state, "is")
+        text = f"job {row.job_id} ({row.name}) {verb} {ended.state}" + (f": {ended.reason}" if ended.reason else "")
         self._journal.write("job_ended", text, job_id=row.job_id)
         self._moved.set()
 
-    async def _end(self, job_id: int, state: str, reason: str) -> None:
-        await self._facts.db(self._kept.set_state, job_id, state, reason)
+    async def _end(self, job_id: int, state: str, reason: str) -> JobRow:
+        """Note how a job has ended, and return it.
+
+        It was stopped if an operator was told so, also while it made its last model.
+        """
+        ended = await self._facts.db(self._kept.set_state, job_id, state, reason)
         await self._facts.db(self._facts.store.rounds.end_orphans, job_id)
+        return ended
 
     def _next(self) -> JobRow | None:
         """Return the next job to begin, if there is one.

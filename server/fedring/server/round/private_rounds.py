@@ -115,10 +115,10 @@ class RoundPrivacy:
 
         "" if it can.
         """
-        epoch = self._facts.store.epoch
-        if open_.job.budget is None:
+        epoch, budget = self._facts.store.epoch, open_.job.budget
+        if budget is None:
             return ""
-        if self._shared and not has_noise_secret(self._folder, self._name(open_.row)):
+        if self._shared and budget.server_noise and not has_noise_secret(self._folder, self._name(open_.row)):
             # Two sums of the same updates with different noise would tell more than one: see docs/availability.md.
             return "another server may have drawn its noise"
         if all(update.epoch == epoch for update in open_.accepted.values()):

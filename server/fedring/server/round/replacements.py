@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import islice
 
 from fedring.server.group import machine as gr
+from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import Enlisted, Phase
 from fedring.server.round.open_round import OpenRound
@@ -35,14 +36,15 @@ async def look_after_groups(rounds: Rounds, sessions: Sessions, facts: Facts) ->
 def replacements(open_: OpenRound, rounds: Rounds, sessions: Sessions) -> list[str]:
     """Return clients to take the places of lost workers.
 
-    They watch, suit the job, were not selected, and no other round has them.
+    They watch, suit the job, were not selected, their sites have approved it, and no other round has them.
     """
-    state = open_.group.state if open_.group is not None else None
-    if state is None or state.phase is not gr.GroupPhase.GATHERING or not state.has_run:
+    state, round_ = open_.group.state if open_.group is not None else None, open_.state.round
+    if state is None or round_ is None or state.phase is not gr.GroupPhase.GATHERING or not state.has_run:
         return []
     here = set(sessions.here(open_.job.clients))
     short = state.rules.target - len(here & state.expected)
-    free = (client for client in sorted(here.difference(open_.row.selected)) if rounds.has_room(open_, client))
+    others = here.difference(open_.row.selected, rd.unapproved(open_.state, round_.rules))
+    free = (client for client in sorted(others) if rounds.has_room(open_, client))
     return list(islice(free, max(0, short)))
 
 

@@ -225,12 +225,12 @@ class Facts:
         """Remove a client as UpdateStore.forget_client does, with its blobs.
 
         Returns:
-            The number of its accepted updates, kept and pruned.
+            The number of its accepted updates that are gone, kept and pruned.
         """
         count = self.store.updates.counts()[client_id]
         self._delete(self.store.updates.forget_client(client_id))
         self.last_accepted = self.store.updates.last_accepted()
-        return count
+        return count - self.store.updates.counts()[client_id]
 
     def discard(self, digests: Sequence[str]) -> None:
         """Remove just sealed blobs that no row names.

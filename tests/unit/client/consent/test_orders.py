@@ -304,7 +304,6 @@ def test_a_restored_server_may_begin_a_job_again(pki: Pki, tmp_path: Path) -> No
     first.epoch, first.residual_after_epoch, first.residual_after = 2, 2, 6
     second = command_of(job, paper, job_round=2)
     second.epoch, second.residual_after_epoch, second.residual_after = 2, 2, 6
-    assert reason(lambda: site.permit(second)) == "changed_command"  # what the site keeps is that of the beginning
     permit = site.permit(first)
     assert permit.starts_fresh  # so its first model is compared with its seed once more
     site.follow(permit)
@@ -313,6 +312,40 @@ def test_a_restored_server_may_begin_a_job_again(pki: Pki, tmp_path: Path) -> No
     assert orders(pki, tmp_path).permit(second).followed.rounds == 3
     second.round, second.residual_after = second.round + 1, 3
     assert reason(lambda: site.permit(second)) == "changed_command"
+
+
+@pytest.mark.parametrize("before", ["trains", "evaluates"])
+@pytest.mark.parametrize("again", ["trains", "evaluates"])
+def test_a_site_that_is_not_drawn_for_the_first_round_follows_a_job_that_begins_again(
+    pki: Pki, tmp_path: Path, before: str, again: str
+) -> None:
+    job = job_of(evaluate=True)
+    paper, site = signed(pki, job), orders(pki, tmp_path)
+    first, seen = command_of(job, paper), evaluation(job, paper)
+    site.follow(site.permit(first) if before == "trains" else site.permit_evaluation(seen))
+    later, model = command_of(job, paper, job_round=2), evaluation(job, paper, digest=START)
+    later.epoch = later.residual_after_epoch = model.residual_after_epoch = 2
+    later.residual_after = model.residual_after = 6
+    site.follow(site.permit(later) if again == "trains" else site.permit_evaluation(model))
+    site.follow(site.permit(later))
+    site.follow(site.permit_evaluation(model))
+    for number in (3, 7):  # in the same epoch, no other line of models begins
+        later.residual_after = model.residual_after = number
+        assert reason(lambda: site.permit(later)) == "changed_command"
+        assert reason(lambda: site.permit_evaluation(model)) == "changed_command"
+
+
+def test_a_site_that_has_only_evaluated_takes_part_in_the_first_round_of_a_restored_server(
+    pki: Pki, tmp_path: Path
+) -> None:
+    job = job_of(evaluate=True)
+    paper, site = signed(pki, job), orders(pki, tmp_path)
+    site.follow(site.permit_evaluation(evaluation(job, paper)))
+    first = command_of(job, paper)
+    first.epoch = 0
+    assert reason(lambda: site.permit(first)) == "replayed"
+    first.epoch = 1
+    assert site.permit(first).starts_fresh
 
 
 @pytest.mark.parametrize("field", ["schema_hash", "residual_after", "frozen_digest"])
@@ -355,7 +388,9 @@ def test_models_are_evaluated_as_often_as_the_job_has_rounds(pki: Pki, tmp_path:
     site.follow(site.permit_evaluation(evaluation(job, paper)))
     assert reason(lambda: site.permit_evaluation(evaluation(job, paper, digest=START))) == "too_many_rounds"
     assert reason(lambda: site.permit_evaluation(evaluation(job, paper, 8))) == "too_many_rounds"
-    assert reason(lambda: site.permit(command_of(job, paper))) == "replayed"  # its first model comes before
+    first = command_of(job, paper)
+    first.epoch = 0  # no restore has begun another one
+    assert reason(lambda: site.permit(first)) == "replayed"  # its first model comes before
     changed = evaluation(job, paper)
     changed.job.evaluator = "site:look"
     assert reason(lambda: site.permit_evaluation(changed)) == "changed_job"

@@ -15,6 +15,8 @@ from fedring.client.consent.approval import Approval
 from fedring.client.consent.cards import Cards, Decision
 from fedring.client.consent.consent import Consent, Refusal
 from fedring.client.errors import RoundOver
+from fedring.client.session.tries import Tries
+from fedring.client.transfer.upload import POLICY
 from fedring.rpc.errors import Unavailable
 from fedring.v1 import federation_pb2 as pb
 
@@ -117,4 +119,35 @@ def test_no_update_leaves_after_the_approval_was_revoked(
         told = report(server, failed=True)
         assert (told.failure.reason, list(told.unapproved_jobs)) == ("not_approved", [7])
     assert server.accepted.empty()
-    assert [len(received) > 0 for received in server._partial.values()] == [begun]
+    assert server.offers.empty() != begun  # an offer tells figures of the training
+    assert [len(received) > 0 for received in server._partial.values()] == [True] * begun
+
+
+@pytest.mark.parametrize("size", [1000, 10], ids=["large", "small"])
+def test_nothing_of_an_update_leaves_if_the_approval_is_revoked_while_it_waits_for_the_server(
+    server: "ScriptedServer", settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    model, table, state_dir = nn.Linear(size, size), {"mode": "cards"}, settings["state_dir"]
+    command = server.command(model, job=pb.JobSpec(mode="federated", job_id=7))
+    Consent(Approval.model_validate(table), state_dir, ["fedring"], {}).refusal(command)
+    decide(state_dir, approved=True)
+    wait = Tries.wait
+
+    async def revoke(self: Tries, **options: Any) -> None:
+        if self._policy is POLICY:  # the first try of the upload has failed
+            monkeypatch.setattr(Tries, "wait", wait)
+            decide(state_dir, approved=False)
+            server.start()
+        await wait(self, **options)
+
+    with connect(**settings, approval=table) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.train(command)
+        task = next(federation)
+        task.load_into(model)
+        server.stop()
+        monkeypatch.setattr(Tries, "wait", revoke)
+        with pytest.raises(RoundOver, match="not_approved"):
+            task.submit(model, samples=1, metrics={"loss": 0.5})
+        server.joins.get(timeout=SECONDS)
+    assert server.offers.empty()

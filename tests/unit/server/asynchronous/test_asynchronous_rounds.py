@@ -411,6 +411,29 @@ async def test_a_client_that_failed_is_not_told_its_command_again_after_a_restar
         assert not await host.offer(host.update(command, "a"))
 
 
+async def test_a_command_that_a_site_has_refused_is_over_after_a_restart_too(tmp_path: Path) -> None:
+    """The next round waits for people at sites then, and not for clients that go on."""
+    async with running(tmp_path) as host:
+        job_id, sessions, told = await begin(host, "a", "b", concurrency=2)
+        for name, session in sessions.items():
+            session.report(pb.WatchRequest(unapproved_jobs=[job_id]))
+            host.rounds.works(session)
+            host.parts.reports.failed(name, pb.Failure(round=told[name].round, reason="not_approved", detail="x"))
+        async with asyncio.timeout(60):
+            async for event in each_event(host.journal, 1):
+                if event.kind == "round_waits":
+                    break
+    async with running(tmp_path) as host:
+        first = host.join("a")
+        async with asyncio.timeout(60):
+            async for event in each_event(host.journal, 1):
+                if event.kind == "round_waits":
+                    break
+        assert (host.round.phase, first.outbox.empty()) == (Phase.WAITING, True)
+        commands = {name: await host.command(session) for name, session in (("b", host.join("b")), ("a", first))}
+        assert {command.round for command in commands.values()} == {told["a"].round + 1}
+
+
 async def test_the_round_of_an_outstanding_command_is_kept(tmp_path: Path) -> None:
     async with running(tmp_path, keep_rounds=2) as host:
         _, sessions, told = await begin(host, "a", "b", "slow", rounds=9)

@@ -167,6 +167,38 @@ async def test_a_stop_that_is_repeated_before_the_job_has_ended_is_confirmed_aga
         assert await host.ended(job.job_id) == "stopped"
 
 
+@pytest.mark.parametrize("place", ["publish", "prune"])
+async def test_a_job_that_is_stopped_while_it_makes_its_last_model_ends_as_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Or just after that: an operator was told so."""
+    async with running(tmp_path) as host:
+        stored: Any = {"publish": host.store.models, "prune": host.store}[place]
+        work = getattr(stored, place)
+
+        def slow(*args: Any) -> Any:
+            host.gate.pass_(place)
+            return work(*args)
+
+        session = host.join("a")
+        job, _ = await host.jobs.start(spec(), "")
+        command = await host.command(session)
+        monkeypatch.setattr(stored, place, slow)
+        host.gate.close(place)
+        await host.offer(host.update(command, "a"))
+        await host.gate.reached()
+        stop = asyncio.create_task(host.jobs.stop(job.job_id))
+        await asyncio.sleep(0)  # it has asked the store, which is busy
+        host.gate.open()
+        assert await stop == (job.job_id, 0)
+        assert await host.ended(job.job_id) == "stopped"
+        row = await host.facts.db(host.store.jobs.get, job.job_id)
+        assert row is not None
+        assert row.rounds_done == 1
+        (told,) = [event.text for event in host.journal.recent() if event.kind == "job_ended"]
+        assert told.endswith("was stopped")
+
+
 @pytest.mark.parametrize(
     ("where", "state"),
     [("init", "failed"), ("configure", "failed"), ("combine", "failed"), ("evaluate", "completed")],

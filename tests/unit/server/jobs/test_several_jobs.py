@@ -384,3 +384,28 @@ async def test_two_jobs_with_noise_do_not_spend_the_same_rest_of_a_budget(tmp_pa
         third, _ = await host.jobs.start(spec_of("third", sample_clients=2), "")
         await until(lambda: host.rounds.of_job(third.job_id) is not None)
         assert len(sessions) == 4
+
+
+async def test_after_a_restart_no_budget_is_spent_before_an_asynchronous_round_goes_on(tmp_path: Path) -> None:
+    """Its clients still work on commands of it, as they do on those of rounds that have ended and cost nothing more."""
+    pytest.importorskip("dp_accounting")
+    noise = {"clip": 1.0, "noise_multiplier": 4.0, "adaptive": False, "delta": 1e-5}
+    noise["max_epsilon"] = 1.2 * epsilon([4.0], 1e-5)
+    keys: dict[str, Any] = {"min_clients": 2, "min_clients_to_aggregate": 2, "weights": "uniform", "dp": noise}
+    slow = named("first", asynchronous={"concurrency": 2, "buffer": 2}, **keys)
+    async with running(tmp_path) as host:
+        sessions = [host.join(name) for name in ("a", "b")]
+        first, _ = await host.jobs.start(slow, "")
+        for session in sessions:
+            await host.command(session)
+    host = Host(tmp_path, max_running_jobs=2)
+    await reload(host.parts)
+    assert not host.rounds.all_resumed.is_set()
+    second, _ = await host.jobs.start(named("second", **keys), "")
+    waiting, _ = await host.parts.starter.begin(second, named("second", **keys))
+    refused = asyncio.create_task(host.parts.opener.refuses(waiting))
+    going_on, _ = await host.parts.starter.begin(first, slow)
+    (row,) = await host.facts.db(host.store.rounds.unended)
+    await host.parts.opener.resume(row, going_on)
+    assert "the rounds that other jobs have open" in await refused
+    host.facts.close()

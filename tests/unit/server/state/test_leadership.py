@@ -15,7 +15,7 @@ from tests.waiting import until
 from fedring.server import main, serving
 from fedring.server.state.failures import Deposed
 from fedring.server.state.shared import leadership
-from fedring.server.state.shared.leadership import DatabaseSession, Leader, attempt, open_session
+from fedring.server.state.shared.leadership import DatabaseSession, Leader, attempt, open_reader, open_session
 
 
 def leading(session: DatabaseSession, name: str) -> DatabaseSession:
@@ -73,6 +73,11 @@ def test_a_database_that_has_gone_is_told_as_the_end_of_its_session_however_ofte
         session.close()
     finally:
         cluster.stop()
+
+
+def test_a_database_that_refuses_a_standbys_connection_lets_it_start_again(tmp_path: Path) -> None:
+    with pytest.raises(Deposed, match="the shared state cannot be read"):
+        open_reader(f"postgresql://fedring@/fedring?host={tmp_path}")  # where nobody listens, as during a restart
 
 
 def test_a_leader_beats_while_its_session_is_busy() -> None:

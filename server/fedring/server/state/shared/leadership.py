@@ -226,8 +226,9 @@ def open_reader(url: str) -> Engine | None:
     try:
         if _scalar(engine, "SELECT to_regclass('meta')") is not None:
             return engine
-    except DBAPIError as error:
-        raise translate(error) from error
+    except DBAPIError as error:  # of a connection that is refused, the driver says no more than its words
+        engine.dispose()
+        raise Deposed(f"the shared state cannot be read: {_first_line(error)}") from error
     engine.dispose()
     return None
 

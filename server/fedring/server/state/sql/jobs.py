@@ -83,10 +83,17 @@ class JobStore:
             crashpoint("before_begin_commit")
         crashpoint("after_begin_commit")
 
-    def set_state(self, job_id: int, state: str, reason: str = "") -> None:
-        """Change the state of a job, and the reason for it."""
+    def set_state(self, job_id: int, state: str, reason: str = "") -> JobRow:
+        """Change the state of a job that was not stopped.
+
+        Returns the job as it is then.
+        """
         with self._database.transaction() as connection:
-            sealed.change(connection, JobRow, jobs.c.job_id == job_id, state=state, reason=reason)
+            (row,) = rows_of(connection, _ONE, JobRow, {"job": job_id})
+            if row.state != "stopped":
+                row = replace(row, state=state, reason=reason)
+                sealed.put(connection, row)
+            return row
 
     def take_up(self, job_id: int) -> None:
         """Note that a job runs, unless it was stopped meanwhile."""

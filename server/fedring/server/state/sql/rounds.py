@@ -192,6 +192,18 @@ def replace_round(connection: Connection, row: RoundRow) -> None:
     sealed.put(connection, row)
     if row.ended_at is not None:
         _forget_ended(connection)
+        _forget_commands(connection, row)
+
+
+def _forget_commands(connection: Connection, ended: RoundRow) -> None:
+    """Forget the commands that end with a round.
+
+    Clients that go on are not in its row. Nothing else says that a client has failed.
+    """
+    known = connection.execute(select(commands.c.client_id).where(commands.c.job_id == ended.job_id)).scalars()
+    if over := sorted({*known}.intersection(ended.selected)):
+        mine = (commands.c.job_id == ended.job_id) & commands.c.client_id.in_(over)
+        connection.execute(delete(commands).where(mine))
 
 
 def _forget_ended(connection: Connection) -> None:
