@@ -1,9 +1,11 @@
 """gRPC channels and servers with the options that fedring needs."""
 
+import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import cache
 from typing import Any, TypeVar
 
 import grpc
@@ -12,6 +14,10 @@ from grpc import aio
 from fedring.rpc.tls import PLAINTEXT, Tls, channel_credentials
 
 _T = TypeVar("_T")
+STATUS_SECONDS = 0.5
+"""How long the status of a call may take to come, once its stream has ended."""
+
+_FAILED_WRITE = "Internal error from Core"  # the words of grpc.aio
 _LOOPBACK = re.compile(r"127(\.[0-9]{1,8}){1,3}")
 _RETRY = {
     "maxAttempts": 4,
@@ -190,16 +196,18 @@ def _keeping_status(make: Callable[..., Callable[..., Any]], *args: Any, **optio
 
 
 class _WrittenCall:
-    """A call that ends with the first status it gets.
+    """A call that ends with the status that the server has sent.
 
-    That is the server's. If a write fails as the call ends, grpc.aio then puts INTERNAL in its place
-    (https://github.com/grpc/grpc/issues/36066): a client would ask again, whatever the server has said.
+    If a write fails as the call ends, grpc.aio puts INTERNAL in its place
+    (https://github.com/grpc/grpc/issues/36066): a client would ask again, whatever the server has said. Before or after
+    that, the status of the server comes, too, once all of its messages are read.
     """
 
     def __init__(self, call: Any) -> None:
         self._call = call
+        self._messages = aiter(call)  # `call.read` reads no further once a write has failed
         self._error: aio.AioRpcError | None = None
-        self._callbacks: list[Callable[[Any], None]] | None = []  # None once it has ended
+        self._told = asyncio.Event()  # set once the server's status is here
         call.add_done_callback(self._end)
 
     def __getattr__(self, name: str) -> Any:
@@ -207,44 +215,45 @@ class _WrittenCall:
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call `callback` once, when the call has ended."""
-        if self._callbacks is None:
-            callback(self._call)
-        else:
-            self._callbacks.append(callback)
+        self._call.add_done_callback(cache(callback))  # a second status calls it again
 
     async def read(self) -> Any:
-        """Return the next message, as a call of grpc.aio does."""
-        with self._own_status():
-            return await self._call.read()
+        """Return the next message, or `aio.EOF` after the last one."""
+        failure = None
+        try:
+            if (message := await anext(self._messages, aio.EOF)) is not aio.EOF:
+                return message
+        except aio.AioRpcError as error:
+            failure = error
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STATUS_SECONDS):
+                    await self._told.wait()
+        if end := self._error or (None if self._told.is_set() else failure):
+            raise end
+        return aio.EOF
 
     async def __aiter__(self) -> AsyncIterator[Any]:
-        with self._own_status():
-            async for message in self._call:
-                yield message
+        while (message := await self.read()) is not aio.EOF:
+            yield message
 
     async def write(self, message: Any) -> None:
-        """Send a message, as a call of grpc.aio does."""
-        with self._own_status():
+        """Send a message.
+
+        Raises:
+            InvalidStateError: If the call has ended. Who reads it learns why.
+        """
+        try:
             await self._call.write(message)
+        except aio.AioRpcError as error:
+            raise asyncio.InvalidStateError("the call has ended") from error
 
     def _end(self, call: Any) -> None:
-        if self._callbacks is None:
+        if self._told.is_set() or at_once(call.details()) == _FAILED_WRITE:
             return
         if (code := at_once(call.code())) is not grpc.StatusCode.OK:
             metadata = at_once(call.initial_metadata()), at_once(call.trailing_metadata())
             self._error = aio.AioRpcError(code, *metadata, at_once(call.details()), at_once(call.debug_error_string()))
-        callbacks, self._callbacks = self._callbacks, None
-        for callback in callbacks:
-            callback(call)
-
-    @contextmanager
-    def _own_status(self) -> Iterator[None]:
-        try:
-            yield
-        except aio.AioRpcError:
-            if self._error is None:
-                raise
-            raise self._error from None
+        self._told.set()
 
 
 def at_once(answer: Coroutine[Any, Any, _T]) -> _T:

@@ -122,18 +122,21 @@ async def test_a_stream_is_counted_with_the_code_that_the_caller_sees(both: Both
     assert both.codes("server", WATCH) == both.codes("client", WATCH) == {code.name: 1}
 
 
-@pytest.mark.parametrize("iterates", [False, True])
-async def test_a_write_that_fails_as_the_call_ends_does_not_hide_the_servers_status(both: Both, iterates: bool) -> None:
+@pytest.mark.parametrize("early", [False, True], ids=["before-the-status", "after-it"])
+async def test_a_write_that_fails_as_the_call_ends_does_not_hide_the_servers_status(both: Both, early: bool) -> None:
     call = both.stub.Watch()
-    messages = aiter(call)
     await call.write(pb.WatchRequest(failure=pb.Failure(reason="refuse")))
-    assert await (anext(messages) if iterates else call.read()) == pb.ServerEvent(heartbeat=pb.Heartbeat())
-    assert await call.code() is StatusCode.RESOURCE_EXHAUSTED
+    assert await call.read() == pb.ServerEvent(heartbeat=pb.Heartbeat())
+    if not early:
+        assert await call.code() is StatusCode.RESOURCE_EXHAUSTED
     call._cython_call.set_internal_error("what grpc.aio does when a write fails")
-    with pytest.raises(aio.AioRpcError, match="try again") as caught:
-        await (anext(messages) if iterates else call.read())
-    assert caught.value.code() is StatusCode.RESOURCE_EXHAUSTED
-    assert both.codes("client", WATCH) == {"RESOURCE_EXHAUSTED": 1}
+    with pytest.raises(asyncio.InvalidStateError):
+        await call.write(pb.WatchRequest())
+    for _ in range(2):
+        with pytest.raises(aio.AioRpcError, match="try again") as caught:
+            await call.read()
+        assert caught.value.code() is StatusCode.RESOURCE_EXHAUSTED
+    assert sum(both.codes("client", WATCH).values()) == 1
     assert both.value("client", "in_flight_calls", WATCH) == 0
 
 
