@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -227,22 +227,12 @@ class _CheckedCall:
                 return
             yield message
 
-    async def write(self, message: Any) -> None:
-        """Send a message, as a call of grpc.aio does."""
-        with self._checked_refusal():
-            await self._call.write(message)
-
-    @contextmanager
-    def _checked_refusal(self) -> Iterator[None]:
+    async def _checked(self, message: Awaitable[Any]) -> Any:
         try:
-            yield
+            received = await message
         except aio.AioRpcError as error:
             self._newest.check(_term_in(error.initial_metadata()))
             raise
-
-    async def _checked(self, message: Awaitable[Any]) -> Any:
-        with self._checked_refusal():
-            received = await message
         if self._term is None:  # They have come with the first message.
             self._term = _term_in(await self._call.initial_metadata())
         try:
