@@ -123,7 +123,8 @@ def check_models(state: Path, commands: dict[int, pb.TrainCmd]) -> int:
         before, total = stored_model(state, base, SIZE), np.zeros(SIZE, np.float64)
         for name in names:
             secure, index = commands[number].secure, int(name.removeprefix("client-"))
-            blocks, values = open_blocks(secure, SIZE), (before + lesson_of(index, number, SIZE)) - before + left[index]
+            start = before + left[index]  # with blocks, training begins there, and its change is rounded there
+            blocks, values = open_blocks(secure, SIZE), (start + lesson_of(index, number, SIZE)) - start + left[index]
             dither = ClientSecret(partial(client_secret, SECRET, name)).derive(commands[number], DITHER)
             levels = to_integers(values, secure, 1, dither=dither).integers
             left[index] = values
