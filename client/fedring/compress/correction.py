@@ -60,7 +60,10 @@ class ErrorFeedback:
 
 
 def is_zero(grad: Tensor) -> bool:
-    """Return whether all entries of a gradient [n] are 0, as for a parameter that was not used."""
+    """Return whether all entries of a gradient [n] are 0.
+
+    So are those of a parameter that was not used.
+    """
     return not bool(grad[:_FEW].any()) and not bool(grad.any())  # the few tell it of most gradients
 
 
