@@ -88,7 +88,7 @@ def test_stages_that_find_other_numbers_of_samples_do_not_train(tmp_path: Path) 
     """The inputs of one sample would meet the label of another."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "fewer").touch()
-    clients = [TRUSTED, TRUSTED, TRUSTED | {"data_root": str(tmp_path / "data")}]
+    clients: list[dict[str, Any]] = [TRUSTED, TRUSTED, {**TRUSTED, "data_root": str(tmp_path / "data")}]
     with Fleet(tmp_path, TRUSTED, clients, env=path_to(HERE)) as fleet, Control(fleet.control) as control:
         events = events_of(control, job(data="faulty_stages:some", max_abandoned=1), "other_samples")
         assert "The workers have found 1437, 1437, 1436 training samples" in events["client_failed"].text

@@ -158,12 +158,12 @@ def broken_newcomer(rank: int) -> dict[str, Any]:
         replica.progress.steps, replica.progress.taken = 3, 24
     before, broadcast, left = replica.digest(), dist.broadcast, 4  # the progress, and three tensors of the model
 
-    def until_it_fails(*arguments: Any) -> None:
+    def until_it_fails(*arguments: Any, **options: Any) -> Any:
         nonlocal left
         if not left:
             raise RuntimeError("a worker is lost")
         left -= 1
-        broadcast(*arguments)
+        return broadcast(*arguments, **options)
 
     dist.broadcast = until_it_fails
     try:

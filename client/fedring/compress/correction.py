@@ -14,6 +14,9 @@ difference from an estimate that every worker keeps of its own gradient:
 
 so result == mean(own'). With "none", the rest is lost. `sent` are the values that count as sent by this worker.
 
+With "ef", what is owed rests in a step whose gradient is zero: target = 0, own' = own - sent. If no worker has used a
+parameter, DistributedDataParallel drops the result, and with it all that would have been sent.
+
 A step replaces the tensors that are kept, and does not write into them: with the old ones a caller can undo the step.
 """
 
@@ -25,6 +28,8 @@ from torch import Tensor
 
 Feedback = Literal["none", "ef", "ef21"]
 
+_FEW = 1 << 10
+
 
 @dataclass(slots=True, eq=False)
 class ErrorFeedback:
@@ -32,6 +37,7 @@ class ErrorFeedback:
 
     own: Tensor  # [n] float32; empty with "none"
     shared: Tensor  # [n] float32, equal on all workers; empty but with "ef21"
+    rests: bool = False  # whether nothing of `own` is sent in this step
 
     @staticmethod
     def empty(numel: int, feedback: Feedback, device: torch.device) -> "ErrorFeedback":
@@ -53,6 +59,14 @@ class ErrorFeedback:
             self.own = self.own * (new_world / old_world)
 
 
+def is_zero(grad: Tensor) -> bool:
+    """Return whether all entries of a gradient [n] are 0.
+
+    So are those of a parameter that was not used.
+    """
+    return not bool(grad[:_FEW].any()) and not bool(grad.any())  # the few tell it of most gradients
+
+
 def target_of(grad: Tensor, kept: ErrorFeedback, feedback: Feedback) -> Tensor:
     """Return the values to send.
 
@@ -67,7 +81,10 @@ def target_of(grad: Tensor, kept: ErrorFeedback, feedback: Feedback) -> Tensor:
     if feedback == "none":
         return grad.to(torch.float32, copy=True)
     exact = grad.to(torch.float32)  # a sum with a float64 gradient would be float64
-    return exact + kept.own if feedback == "ef" else exact - kept.own
+    if feedback == "ef21":
+        return exact - kept.own
+    kept.rests = is_zero(grad)
+    return torch.zeros_like(exact) if kept.rests else exact + kept.own
 
 
 def settle(kept: ErrorFeedback, target: Tensor, sent: Tensor, feedback: Feedback) -> None:
@@ -82,7 +99,8 @@ def settle(kept: ErrorFeedback, target: Tensor, sent: Tensor, feedback: Feedback
         feedback: The kind of error feedback.
     """
     if feedback == "ef":
-        kept.own = torch.sub(target, sent, out=target).nan_to_num_(0.0, 0.0, 0.0)
+        rest = torch.sub(target, sent, out=target).nan_to_num_(0.0, 0.0, 0.0)
+        kept.own = rest.add_(kept.own) if kept.rests else rest
     elif feedback == "ef21":
         kept.own = torch.add(kept.own, torch.nan_to_num(sent, 0.0, 0.0, 0.0), out=target)
 

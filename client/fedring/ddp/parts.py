@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedring.codec.gradient import Entries, Part
 from fedring.codec.precision import Precision, to_words
+from fedring.compress.correction import is_zero
 from fedring.compress.dgc import DGC, Memory, Taken, accumulate, apply_momentum, clipped, forget, kept_count
 from fedring.compress.dgc_select import select
 
@@ -62,7 +63,9 @@ def make_part(grad: Tensor, memory: Memory, step: DGCStep) -> Part:
         owed.sub_(torch.tensor(words.values, device=owed.device))
         return Part(None, words)
     residual = accumulate(grad, memory, config)
-    indices = select(residual, count, config, step=step.step)
+    # Of a parameter that no worker has used, DistributedDataParallel would drop all that is sent.
+    rests = is_zero(grad)
+    indices = _none(residual) if rests else select(residual, count, config, step=step.step)
     words = to_words(residual[indices].cpu().numpy(), config.precision)
     forget(memory, indices, torch.tensor(words.values, device=residual.device), config)
     return Part(indices.cpu().numpy(), words)
@@ -102,3 +105,8 @@ def add_entries(messages: Sequence[Entries], total: Tensor) -> Tensor:
         else:  # positions are unique within a message, so nothing depends on the order of these additions
             total.index_add_(0, torch.from_numpy(entries.positions).to(total.device), values)
     return total
+
+
+def _none(values: Tensor) -> Tensor:
+    """Return no indices, on the device of `values`."""
+    return torch.empty(0, dtype=torch.int64, device=values.device)

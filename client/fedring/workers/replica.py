@@ -269,12 +269,13 @@ def _share_text(text: str, source: int) -> str:
 def _received(tensor: Tensor, source: int) -> Tensor:
     """Return the source's values of a tensor, in host memory.
 
-    The tensor itself stays as it is.
+    The tensor itself stays as it is, and is returned by the source.
     """
-    is_source = dist.get_rank() == source
-    values = tensor.detach().cpu().contiguous() if is_source else torch.empty(tensor.shape, dtype=tensor.dtype)
-    if values.numel():
-        dist.broadcast(values, source)
+    if dist.get_rank() == source:
+        _broadcast(tensor, source)
+        return tensor
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    _broadcast(values, source)
     return values
 
 

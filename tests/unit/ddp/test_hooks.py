@@ -276,3 +276,37 @@ def test_local_sgd_refuses_the_state_of_other_parameters(other: nn.Module) -> No
     with pytest.raises(ValueError, match="of other parameters"):
         local.load_state_dict(state)
     assert torch.equal(local.anchors["weight"], before)
+
+
+class Sometimes(nn.Module):
+    """A model one of whose parameters is not used in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes = nn.Linear(40, 40, bias=False), nn.Linear(40, 40, bias=False)
+
+    def forward(self, inputs: Tensor, used: bool) -> Tensor:
+        outputs: Tensor = self.always(inputs)
+        return outputs + self.sometimes(inputs) if used else outputs
+
+
+@pytest.mark.parametrize("name", ["int8", "topk(ratio=0.1)", "powersgd", "dgc(ratio=0.1, warmup_epochs=0, momentum=0)"])
+def test_nothing_is_lost_in_steps_that_do_not_use_a_parameter(name: str) -> None:
+    """DistributedDataParallel drops the results of a parameter that no worker has used."""
+    net = Sometimes()
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    ready = hooks.hook_by_name(name, net.named_parameters())
+    ddp.register_comm_hook(*ready)
+    total, applied = torch.zeros(40, 40), torch.zeros(40, 40)
+    for step, used in enumerate([True, True, True, True, False, False, True]):
+        net.zero_grad()
+        inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(step))
+        ddp(inputs, used).square().sum().backward()
+        if used:
+            outputs = (net.always(inputs) + net.sometimes(inputs)).detach()
+            total += 2 * outputs.T @ inputs
+        if net.sometimes.weight.grad is not None:
+            applied += net.sometimes.weight.grad
+    owed = ready.state.owed()["sometimes.weight"].view(40, 40)
+    assert torch.allclose(applied + owed, total, rtol=1e-3, atol=1e-3 * float(total.abs().max()))

@@ -91,14 +91,15 @@ def measure_stages(name: str, args: str, table: dict[str, Any], shape: Sequence[
         shape: Shape of a batch of inputs.
 
     Raises:
-        Failure: The model cannot be made, or cannot be cut so.
+        Failure: The model cannot be made, cannot be cut so, or does not take such inputs.
     """
     import torch  # takes seconds to import, so only this verb waits for it
     from pydantic import ValidationError
 
+    from fedring.job_code import job_code
     from fedring.offers import named
     from fedring.pipeline.memory import measure
-    from fedring.train.errors import SeamError
+    from fedring.train.errors import SeamError, failure_detail
     from fedring.train.jobs.pipeline_table import Pipeline
     from fedring.train.names.offered import collect
     from fedring.train.names.seam import build_model
@@ -114,14 +115,19 @@ def measure_stages(name: str, args: str, table: dict[str, Any], shape: Sequence[
     except (SeamError, ValueError) as error:
         raise Failure(str(error), Exit.USAGE) from error
     made = pipeline.schedule_of(table["micro_batches"])
-    kept = measure(
-        cut,
-        made,
-        (torch.randn(*shape), torch.zeros(shape[0])),
-        loss=lambda outputs, _: outputs.square().mean(),
-        routes=cut.routes,
-        recompute=pipeline.recompute,
-    )
+    try:
+        with job_code():
+            kept = measure(
+                cut,
+                made,
+                (torch.randn(*shape), torch.zeros(shape[0])),
+                loss=lambda outputs, _: outputs.square().mean(),
+                routes=cut.routes,
+                recompute=pipeline.recompute,
+            )
+    except Exception as error:  # the model may raise anything, and does so if it takes other inputs
+        text = f"{name} cannot be trained on random inputs of --shape {'x'.join(map(str, shape[1:]))}"
+        raise Failure(f"{text}: {failure_detail(error)}", Exit.USAGE) from error
     return [
         {"stages": len(cut), "stage": made.stages_of(worker)[0], "worker": worker, **one._asdict()}
         for worker, one in enumerate(kept)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedring.c10d import GradBucket
+from fedring.compress.correction import is_zero
 from fedring.compress.lowrank import as_matrix, worth_factoring
 from fedring.ddp.state import HookState, checked
 
@@ -76,6 +77,7 @@ class PowerSGDState(HookState):
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
         self._drawing = np.random.RandomState(random_seed)
+        self._resting: dict[str, Tensor] = {}  # the errors of which this step sends nothing, by name
 
     @property
     def compresses(self) -> bool:
@@ -88,6 +90,7 @@ class PowerSGDState(HookState):
         With the first one of a step, the random numbers that a failed step drew are drawn again.
         """
         if bucket.index() == 0:
+            self._resting = {}
             self._drawing.set_state(self.rng.get_state(legacy=False))
 
     def end(self, bucket: GradBucket) -> None:
@@ -140,11 +143,15 @@ class PowerSGDState(HookState):
     def with_error(self, name: str, grad: Tensor) -> Tensor:
         """Return `grad` [n] plus the error of earlier steps.
 
-        It is a new tensor [n] of at least float32.
+        It is a new tensor [n] of at least float32. A gradient of zeros gets nothing added.
         """
         error = self.error_dict.get(name)
         if not self.use_error_feedback or error is None or error.numel() != grad.numel():
             return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+        # As with all error feedback: see `fedring.compress.correction`.
+        if is_zero(grad):
+            self._resting[name] = error
+            return torch.zeros_like(error)
         return grad + error
 
     def keep_error(self, name: str, target: Tensor, sent: Tensor) -> None:
@@ -153,7 +160,8 @@ class PowerSGDState(HookState):
         The next step adds it.
         """
         if self.use_error_feedback:
-            self.error_dict[name] = target - sent
+            rest, resting = target - sent, self._resting.get(name)
+            self.error_dict[name] = rest if resting is None else rest + resting
 
     def keep_factor(self, key: str, factor: Tensor) -> None:
         """Keep a factor [columns, rank] for the next step.

@@ -139,6 +139,10 @@ def test_the_command_knows_all_schedules(
         (["--schedule", "none"], "'gpipe', '1f1b', 'interleaved_1f1b' or 'pipedream'"),
         (["--stages", "2", "--stages-per-worker", "2"], "or schedule=interleaved_1f1b"),
         (["fedring.train.models:digits_mlp", "--stages", "3", "--shape", "64"], "cannot make 3 stages"),
+        (
+            ["fedring.train.models:digits_mlp", "--stages", "1"],
+            "cannot be trained on random inputs of --shape 3x64x64: RuntimeError: mat1 and mat2 shapes cannot be",
+        ),
         (["--batch-size", "4"], "a micro-batch needs at least one sample"),
         (["--model-args", "[1]"], "it must be an object"),
         (["--model-args", "{"], "is not JSON of keyword arguments"),
