@@ -1,5 +1,6 @@
 """Replacements for lost workers: whoever would refuse the place, or does, leaves it to others."""
 
+import asyncio
 from pathlib import Path
 
 from tests.journal_events import each_event
@@ -15,9 +16,10 @@ from fedring.v1 import federation_pb2 as pb
 async def started(host: Host) -> OpenRound:
     """Start a round of two workers, and return it when it trains."""
     await host.jobs.start(spec(mode="data_parallel", min_clients=2, sample_clients=2), "")
-    async for event in each_event(host.journal, 1):
-        if event.kind == "round_started":
-            break
+    async with asyncio.timeout(60):
+        async for event in each_event(host.journal, 1):
+            if event.kind == "round_started":
+                break
     return host.round
 
 
