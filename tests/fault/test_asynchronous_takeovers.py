@@ -13,10 +13,14 @@ from tests.conftest import REPEATED, SEED
 from tests.fault.counted_job import NAMES, SETTINGS, CountedJob
 from tests.fault.counted_updates import SharedState, State, check_updates, published
 from tests.fault.killable_clients import SIZE, KillableClients
-from tests.fault.leader_ends import ENDS, TwoAddresses
+from tests.fault.leader_ends import ENDS, TwoAddresses, die_at_each
 from tests.fault.random_kills import LONGEST, wait
 
 EACH, BUFFER = 8, 2  # versions between two ends of a leader, and updates of each
+CRASH_POINTS = {
+    *("before_commands_commit", "after_commands_commit", "before_row_commit", "after_row_commit"),
+    *("before_publish_commit", "after_publish_commit"),
+}
 
 
 class AsynchronousJob(CountedJob):
@@ -65,3 +69,17 @@ def test_each_accepted_update_counts_once_in_one_version(tmp_path: Path, repeat:
         logs = [CUT_SHORT.sub("", each.log.read_text()) for each in (fleet.server, fleet.standby)]
         assert [line for text in logs for line in text.splitlines() if "Traceback" in line] == []
         print(f"{job.check(SharedState(database, str(fleet.server.settings['blob_url'])))} updates")
+
+
+def test_the_other_server_goes_on_whatever_crash_point_the_leader_dies_at(tmp_path: Path) -> None:
+    database, places = postgres.shared().new_database(), sorted(CRASH_POINTS)
+    job = AsynchronousJob(SEED, EACH * (len(places) + 2))
+    with (
+        TwoAddresses(tmp_path, database, settings=SETTINGS) as fleet,
+        KillableClients(fleet, job.update_log, NAMES) as clients,
+    ):
+        job.start(fleet)
+        clients.allow_rounds(job.rounds)
+        die_at_each(fleet, clients, places)
+        job.end(fleet, clients)
+        job.check(SharedState(database, str(fleet.server.settings["blob_url"])))

@@ -76,7 +76,8 @@ class Consent:
         self._site = {"code": self._code.facts, "own": {key: name for key, name in own.items() if name}}
         self.card = ""
         self._path = state_dir / FILE
-        self._waiting = self._kept() if approval.mode == "cards" else {}  # by job, the card that it waits for
+        # By job, the card that it waits for; None = it waits until fl-client is started with the code of now.
+        self._waiting: dict[_Job, Card | None] = {**self._kept()} if approval.mode == "cards" else {}
 
     def refusal(self, command: pb.TrainCmd) -> Refusal | None:
         """Return why this client does not train for a command.
@@ -94,6 +95,7 @@ class Consent:
             return None
         if edited := self._code.changed():
             text = f"the installed source of {edited} has changed since fl-client was started: restart fl-client"
+            self._wait(command, None, text)
             return Refusal(NOT_APPROVED, text)
         card = card_of(command, self._site, self._approval.free)
         self.card, why = card.name, self._note(command, card)
@@ -176,31 +178,34 @@ class Consent:
         """
         found = []
         for (run_id, epoch, job_id), card in list(self._waiting.items()):
-            same_epoch = not session.HasField("epoch") or session.epoch == epoch
-            if run_id == session.run_id and same_epoch and (job_id == refused or self._refusal(card)):
+            if run_id != session.run_id or (session.HasField("epoch") and session.epoch != epoch):
+                continue
+            if job_id == refused or card is None or self._refusal(card):
                 found.append(job_id)
         return found
 
     def _note(self, command: pb.TrainCmd, card: Card) -> str:
         """Return why a command's card is not approved; its job waits then."""
-        key, why = (command.run_id, command.epoch, command.job.job_id), self._refusal(card)
-        if not why:
-            if self._waiting.pop(key, None):
-                self._keep()
-            return ""
-        log.warning("job %d waits: %s; show it with: fl-client cards list", command.job.job_id, why)
-        self._waiting[key] = card  # at once: a heartbeat that named the job no more would say that it is approved
+        if why := self._refusal(card):
+            self._wait(command, card, f"{why}; show it with: fl-client cards list")
+        elif self._waiting.pop(_job_of(command), None):
+            self._keep()
+        return why
+
+    def _wait(self, command: pb.TrainCmd, card: Card | None, why: str) -> None:
+        log.warning("job %d waits: %s", command.job.job_id, why)
+        # At once: a heartbeat that named the job no more would say that it is approved.
+        self._waiting[_job_of(command)] = card
         for other in list(self._waiting)[:-_MOST_WAITING]:
             self._waiting.pop(other, None)
         self._keep()
-        return why
 
     def _keep(self) -> None:
         """Write down which jobs wait.
 
         Otherwise, all other sites would train once more for each restart of a site that has not decided.
         """
-        rows = [[*job, card.name] for job, card in self._waiting.items() if len(job[0]) <= _LONGEST_RUN]
+        rows = [[*job, card.name] for job, card in self._waiting.items() if card and len(job[0]) <= _LONGEST_RUN]
         try:
             replace_with_digest(self._path, json.dumps(rows).encode())
         except OSError as error:
@@ -234,3 +239,7 @@ class Consent:
             return self._cards.find(card).refusal(time.time())
         except (CardError, OSError, ValueError) as error:
             return f"its card cannot be made or read here: {error}"
+
+
+def _job_of(command: pb.TrainCmd) -> _Job:
+    return command.run_id, command.epoch, command.job.job_id

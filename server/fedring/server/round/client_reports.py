@@ -17,7 +17,7 @@ from fedring.server.round.rounds import Rounds
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal, printable
-from fedring.server.state.rows import EvaluationRow
+from fedring.server.state.rows import NOT_APPROVED, EvaluationRow
 from fedring.v1 import federation_pb2 as pb
 
 _MOST_TEXT = 1000  # characters of a sentence of a client
@@ -117,12 +117,13 @@ class ClientReports:
         open_.failures.append(text)
         if (session := self._sessions.get(client)) is not None and open_.row.job_id in session.unapproved:
             open_.asked = True  # people there may approve the job before the round ends
-        # A group that must be whole cannot do without any of its workers, and code that fails on one would fail on its
-        # replacement.
-        of_the_worker = reason in _FAULTS_OF_THE_WORKER
-        if open_.group is not None and open_.group.must_be_whole and not of_the_worker and open_.group.can_give_up:
-            self._rounds.group_event(open_, gr.GroupClosed(reason))
-            open_.retryable = open_.retryable and reason not in _FAULTS_OF_THE_CODE
+        if open_.group is not None and open_.group.must_be_whole and open_.group.can_give_up:
+            # It cannot do without any of its workers, and code that fails on one would fail on its replacement. But a
+            # group that has run goes on without a newcomer whose site was never asked about the job.
+            of_the_worker = reason in _FAULTS_OF_THE_WORKER or (reason == NOT_APPROVED and open_.group.state.has_run)
+            if not of_the_worker:
+                self._rounds.group_event(open_, gr.GroupClosed(reason))
+                open_.retryable = open_.retryable and reason not in _FAULTS_OF_THE_CODE
 
     def _note_failed(self, told: OpenRound, open_: OpenRound, client: str) -> bool:
         """Take a failure into the open round.

@@ -92,6 +92,24 @@ def test_a_job_waits_at_the_state_of_the_server_that_has_asked(
         assert report(server, failed=False).unapproved_jobs == jobs
 
 
+def test_a_job_waits_for_a_client_whose_installed_code_has_changed(
+    server: "ScriptedServer", settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses all rounds until it is started again, so the server must not ask it for them one after the other."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (code := tmp_path / "site_module.py").write_text("VALUE = 1\n")
+    command, trusted = server.command(nn.Linear(2, 2), job=pb.JobSpec(mode="federated", job_id=7)), ["site_module"]
+    Consent(Approval.model_validate({"mode": "cards"}), settings["state_dir"], trusted, {}).refusal(command)
+    decide(settings["state_dir"], approved=True)
+    with asking({**settings, "trusted": trusted}):
+        server.joins.get(timeout=SECONDS)
+        code.write_text("VALUE = 2\n")
+        server.train(command)
+        told = report(server, failed=True)
+        assert (told.failure.reason, list(told.unapproved_jobs)) == ("not_approved", [7])
+        assert report(server, failed=False).unapproved_jobs == [7]
+
+
 @pytest.mark.parametrize("begun", [False, True], ids=["before it is sent", "between two tries"])
 def test_no_update_leaves_after_the_approval_was_revoked(
     server: "ScriptedServer", settings: dict[str, Any], begun: bool

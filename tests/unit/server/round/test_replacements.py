@@ -1,27 +1,35 @@
-"""Replacements for lost workers: whoever would refuse the place leaves it to others."""
+"""Replacements for lost workers: whoever would refuse the place, or does, leaves it to others."""
 
+import asyncio
 from pathlib import Path
 
 from tests.journal_events import each_event
-from tests.unit.host import running, spec
+from tests.unit.host import Host, running, spec
 
 from fedring.server.group import machine as gr
-from fedring.server.round.replacements import replacements
+from fedring.server.round.dispatch import Dispatch
+from fedring.server.round.open_round import OpenRound
+from fedring.server.round.replacements import enlist, replacements
 from fedring.v1 import federation_pb2 as pb
 
 
-async def test_no_worker_is_replaced_by_a_client_whose_site_has_not_approved_the_job(tmp_path: Path) -> None:
-    """Its refusal would end the round of a group that must be whole."""
-    async with running(tmp_path) as host:
-        sessions = {name: host.join(name) for name in ("a", "b", "c", "d")}
-        job, _ = await host.jobs.start(spec(mode="data_parallel", min_clients=2, sample_clients=2), "")
+async def started(host: Host) -> OpenRound:
+    """Start a round of two workers, and return it when it trains."""
+    await host.jobs.start(spec(mode="data_parallel", min_clients=2, sample_clients=2), "")
+    async with asyncio.timeout(60):
         async for event in each_event(host.journal, 1):
             if event.kind == "round_started":
                 break
-        open_ = host.round
+    return host.round
+
+
+async def test_no_worker_is_replaced_by_a_client_whose_site_has_not_approved_the_job(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        sessions = {name: host.join(name) for name in ("a", "b", "c", "d")}
+        open_ = await started(host)
         selected = sorted(open_.row.selected)
         waits, other = sorted(sessions.keys() - set(selected))
-        sessions[waits].report(pb.WatchRequest(unapproved_jobs=[job.job_id]))
+        sessions[waits].report(pb.WatchRequest(unapproved_jobs=[open_.row.job_id]))
         host.rounds.works(sessions[waits])
         assert open_.group is not None
         open_.group.state = gr.GroupState(gr.GroupRules(2, 1, 10.0), frozenset(selected), has_run=True)
@@ -31,5 +39,22 @@ async def test_no_worker_is_replaced_by_a_client_whose_site_has_not_approved_the
         sessions[waits].report(pb.WatchRequest())
         host.rounds.works(sessions[waits])
         assert replacements(open_, host.rounds, host.sessions) == [waits, other]
-        await host.jobs.stop(job.job_id)
-        assert await host.ended(job.job_id) == "stopped"
+
+
+async def test_a_newcomer_that_refuses_the_place_of_a_lost_worker_does_not_end_the_round(tmp_path: Path) -> None:
+    """Nobody knew that its site had not approved the job."""
+    async with running(tmp_path) as host:
+        for name in ("a", "b"):
+            host.join(name)
+        open_ = await started(host)
+        assert open_.group is not None
+        rules = gr.GroupRules(2, 2, 10.0, whole=True)
+        open_.group.state = gr.GroupState(rules, frozenset({"a"}), has_run=True)
+        newcomer = host.join("c")
+        await enlist(host.rounds, Dispatch(host.sessions), host.facts, open_, "c")
+        await host.command(newcomer)
+        newcomer.report(pb.WatchRequest(unapproved_jobs=[open_.row.job_id]))
+        for name, ends in (("c", False), ("a", True)):
+            open_.group.state = gr.GroupState(rules, frozenset({"a"}), has_run=not ends)
+            host.parts.reports.failed(name, pb.Failure(round=open_.row.round, reason="not_approved", detail="x"))
+            assert open_.group.active != ends
