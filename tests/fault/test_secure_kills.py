@@ -123,8 +123,9 @@ def check_models(state: Path, commands: dict[int, pb.TrainCmd]) -> int:
         before, total = stored_model(state, base, SIZE), np.zeros(SIZE, np.float64)
         for name in names:
             secure, index = commands[number].secure, int(name.removeprefix("client-"))
-            start = before + left[index]  # with blocks, training begins there, and its change is rounded there
-            blocks, values = open_blocks(secure, SIZE), (start + lesson_of(index, number, SIZE)) - start + left[index]
+            start: Values = before + left[index]  # with blocks, training begins there, and its change is rounded there
+            values: Values = (start + lesson_of(index, number, SIZE)) - start + left[index]
+            blocks = open_blocks(secure, SIZE)
             dither = ClientSecret(partial(client_secret, SECRET, name)).derive(commands[number], DITHER)
             levels = to_integers(values, secure, 1, dither=dither).integers
             left[index] = values

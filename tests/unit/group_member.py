@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -167,11 +168,11 @@ def broken_newcomer(rank: int) -> dict[str, Any]:
 
     dist.broadcast = until_it_fails
     try:
-        synchronize(replica)
-    except RuntimeError:
-        kept = replica.digest() == before
+        with pytest.raises(RuntimeError, match="a worker is lost"):
+            synchronize(replica)
     finally:
         dist.broadcast = broadcast
+    kept = replica.digest() == before
     source = synchronize(replica)
     return {
         "before": before.hex(),
