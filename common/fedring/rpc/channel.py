@@ -14,9 +14,7 @@ from grpc import aio
 from fedring.rpc.tls import PLAINTEXT, Tls, channel_credentials
 
 _T = TypeVar("_T")
-STATUS_SECONDS = 0.5
-"""How long the status of a call may take to come, once its stream has ended."""
-
+_STATUS_SECONDS = 0.5  # how long the status of a call may take to come, once its stream has ended
 _FAILED_WRITE = "Internal error from Core"  # the words of grpc.aio
 _LOOPBACK = re.compile(r"127(\.[0-9]{1,8}){1,3}")
 _RETRY = {
@@ -226,7 +224,7 @@ class _WrittenCall:
         except aio.AioRpcError as error:
             failure = error
             with suppress(TimeoutError):
-                async with asyncio.timeout(STATUS_SECONDS):
+                async with asyncio.timeout(_STATUS_SECONDS):
                     await self._told.wait()
         if end := self._error or (None if self._told.is_set() else failure):
             raise end

@@ -145,5 +145,5 @@ class RendezvousStream:
 
 
 async def _write(call: Any, message: pb.WorkerMessage) -> None:
-    with suppress(aio.AioRpcError, asyncio.InvalidStateError):  # Whoever reads the stream learns why.
+    with suppress(asyncio.InvalidStateError):  # Whoever reads the stream learns why.
         await call.write(message)

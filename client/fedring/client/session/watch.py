@@ -283,7 +283,7 @@ class ClientSession:
                         del self._failures[0]
                     async with self._sent:
                         self._sent.notify_all()
-            except (aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+            except (asyncio.InvalidStateError, TimeoutError):
                 return  # Whoever reads the stream learns the reason.
             if not self._failures:
                 await self._pause(random.uniform(_LEAST_SHARE, 1.0) * self._period)

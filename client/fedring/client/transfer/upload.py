@@ -184,17 +184,18 @@ async def _write(
     call: Any,
     message: pb.ClientUpdate | pb.SmallUpdate | bytes,
     seconds: float,
-    leaves: Callable[[], None] = lambda: None,
+    leaves: Callable[[], None] | None = None,
 ) -> None:
     """Send a message.
 
-    `leaves` is called just before, if there is a connection: without one, nothing leaves.
+    With the first one, `leaves` is called just before, if there is a connection: without one, nothing leaves.
     """
     try:
         async with asyncio.timeout(seconds):
-            with suppress(aio.AioRpcError):  # writing tells it, too
-                await call.wait_for_connection()
-                leaves()
+            if leaves is not None:
+                with suppress(aio.AioRpcError):  # writing tells it, too
+                    await call.wait_for_connection()
+                    leaves()
             await call.write(message)
     except TimeoutError as error:
         raise Stalled(f"the server read nothing for {seconds:g} s") from error
