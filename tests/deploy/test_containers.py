@@ -1,12 +1,13 @@
 """The image and the compose file keep our rules, and the commands of the services work without containers."""
 
 import json
+import os
 import re
 import shutil
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,21 @@ def test_run_daemon_waits_when_a_restart_would_not_help(code: int, tmp_path: Pat
         until(lambda: f"ended with {code}" in running.log.read_text())
         assert running.process.poll() is None
         assert running.end() == code
+
+
+def test_run_daemon_ends_on_a_signal_that_comes_before_it_waits(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    with os.fdopen(os.open(tmp_path / "log", os.O_RDWR | os.O_NONBLOCK)) as log:
+        with suppress(BlockingIOError):
+            while True:  # a full pipe stops the script at its message, between the daemon's end and the wait
+                os.write(log.fileno(), b".")
+        command = [str(DOCKER / "run-daemon"), "sh", "-c", f"echo $$; exit {Exit.CONFIG}"]
+        with Running(command, tmp_path / "log") as running:
+            daemon = Path("/proc") / running.first_line().strip()
+            until(lambda: not daemon.exists())
+            running.process.terminate()
+            os.read(log.fileno(), 1 << 20)
+            assert running.process.wait(SECONDS) == Exit.CONFIG
 
 
 def test_run_daemon_hands_a_signal_on_and_waits_for_the_drain(tmp_path: Path) -> None:
