@@ -238,14 +238,14 @@ def test_a_client_gives_up_on_a_connection_that_keeps_damaging_and_breaking(
         def _change(self, connection: int, data: bytes) -> bytes:
             nonlocal passed
             data, passed = super()._change(connection, data), passed + len(data)
-            if 3 << 19 < passed < 1 << 30:  # one chunk and part of the next one have passed
+            if 9 << 19 < passed < 1 << 30:  # four chunks, which are written together, and part of the next one
                 until(stored)
                 raise OSError("the connection breaks")
             return data
 
     damage = Breaking(plan)
     with Proxy(server.listen, damage.upward) as proxy, clients(tmp_path, proxy.address):
-        started = StartedJob(server, control, job(LARGE))
+        started = StartedJob(server, control, job(1_300_000))
         assert "damaged" in started.until("client_failed").text
         started.until("job_ended")
 
