@@ -50,7 +50,7 @@ __attribute__((constructor)) static void begin(void) {
     if (!log || !folder || strlen(folder) >= sizeof root) return;
     strcpy(root, folder);
     root_length = strlen(root);
-    int fd = REAL(open)(log, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+    int fd = REAL(open)(log, O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
     log_fd = fcntl(fd, F_DUPFD_CLOEXEC, 500); /* out of the way of programs that count on low numbers */
     REAL(close)(fd);
     if (log_fd < 0) abort();
@@ -117,11 +117,25 @@ static int resolve(int folder, const char *name, char *path) {
         errno = error_;                                                                                                \
     } while (0)
 
+/* Share the lock of the log, or leave it. Who kills a process takes it alone: no change is done then, and not logged. */
+static void share(short type) {
+    struct flock whole = {.l_type = type, .l_whence = SEEK_SET};
+    while (log_fd >= 0 && fcntl(log_fd, F_SETLKW, &whole))
+        if (errno != EINTR) abort();
+}
+
+#define CHANGED(...)                                                                                                   \
+    LOCKED({                                                                                                           \
+        share(F_RDLCK);                                                                                                \
+        __VA_ARGS__;                                                                                                   \
+        share(F_UNLCK);                                                                                                \
+    })
+
 static int open_logged(int folder, const char *name, int flags, mode_t mode) {
     char path[PATH_MAX];
     int fd = -1;
     if (!(flags & (O_CREAT | O_TRUNC)) || !resolve(folder, name, path)) return REAL(openat)(folder, name, flags, mode);
-    LOCKED({
+    CHANGED({
         struct stat before, after;
         int existed = !fstatat(AT_FDCWD, path, &before, 0);
         fd = REAL(openat)(folder, name, flags, mode);
@@ -162,7 +176,7 @@ static ssize_t write_logged(int fd, const struct iovec *parts, int count, off_t 
             LOCKED(if (!sent_last) record('S', 0, 0, "", "", NULL, 0));
         return at ? REAL(pwritev)(fd, parts, count, offset) : REAL(writev)(fd, parts, count);
     }
-    LOCKED({
+    CHANGED({
         written = at ? REAL(pwritev)(fd, parts, count, offset) : REAL(writev)(fd, parts, count);
         if (written > 0) {
             if (!at) offset = lseek(fd, 0, SEEK_CUR) - written; /* right also for O_APPEND */
@@ -205,7 +219,7 @@ static void log_copied(int fd, off_t offset, ssize_t copied) {
 ssize_t sendfile(int out, int in, off_t *offset, size_t count);
 ssize_t sendfile(int out, int in, off_t *offset, size_t count) {
     ssize_t copied;
-    LOCKED({
+    CHANGED({
         copied = REAL(sendfile)(out, in, offset, count);
         if (copied > 0) log_copied(out, lseek(out, 0, SEEK_CUR) - copied, copied);
     });
@@ -214,7 +228,7 @@ ssize_t sendfile(int out, int in, off_t *offset, size_t count) {
 ssize_t sendfile64(int out, int in, off64_t *offset, size_t count) { return sendfile(out, in, offset, count); }
 ssize_t copy_file_range(int in, off64_t *from, int out, off64_t *to, size_t count, unsigned flags) {
     ssize_t copied;
-    LOCKED({
+    CHANGED({
         copied = REAL(copy_file_range)(in, from, out, to, count, flags);
         if (copied > 0) log_copied(out, (to ? *to : lseek(out, 0, SEEK_CUR)) - copied, copied);
     });
@@ -230,7 +244,7 @@ static void log_size(int fd, off_t size, int only_longer) {
 
 int ftruncate(int fd, off_t size) {
     int result;
-    LOCKED(if (!(result = REAL(ftruncate)(fd, size))) log_size(fd, size, 0));
+    CHANGED(if (!(result = REAL(ftruncate)(fd, size))) log_size(fd, size, 0));
     return result;
 }
 int ftruncate64(int fd, off64_t size) { return ftruncate(fd, size); }
@@ -244,13 +258,13 @@ int truncate(const char *name, off_t size) {
 int truncate64(const char *name, off64_t size) { return truncate(name, size); }
 int posix_fallocate(int fd, off_t offset, off_t bytes) {
     int result;
-    LOCKED(if (!(result = REAL(posix_fallocate)(fd, offset, bytes))) log_size(fd, offset + bytes, 1));
+    CHANGED(if (!(result = REAL(posix_fallocate)(fd, offset, bytes))) log_size(fd, offset + bytes, 1));
     return result;
 }
 int posix_fallocate64(int fd, off64_t offset, off64_t bytes) { return posix_fallocate(fd, offset, bytes); }
 int fallocate(int fd, int mode, off_t offset, off_t bytes) {
     int result;
-    LOCKED(if (!(result = REAL(fallocate)(fd, mode, offset, bytes)) && !mode) log_size(fd, offset + bytes, 1));
+    CHANGED(if (!(result = REAL(fallocate)(fd, mode, offset, bytes)) && !mode) log_size(fd, offset + bytes, 1));
     return result;
 }
 int fallocate64(int fd, int mode, off64_t offset, off64_t bytes) { return fallocate(fd, mode, offset, bytes); }
@@ -259,7 +273,7 @@ static int rename_logged(int from, const char *old, int to, const char *new, uns
     char before[PATH_MAX], after[PATH_MAX];
     if (!resolve(from, old, before) || !resolve(to, new, after)) return REAL(renameat2)(from, old, to, new, flags);
     int result;
-    LOCKED({
+    CHANGED({
         struct stat status;
         int known = !REAL(lstat)(before, &status);
         if (!(result = REAL(renameat2)(from, old, to, new, flags)))
@@ -275,7 +289,7 @@ static int link_logged(int from, const char *old, int to, const char *new, int f
     char before[PATH_MAX], after[PATH_MAX];
     if (!resolve(from, old, before) || !resolve(to, new, after)) return REAL(linkat)(from, old, to, new, flags);
     int result;
-    LOCKED(if (!(result = REAL(linkat)(from, old, to, new, flags))) record('L', 0, 0, before, after, NULL, 0));
+    CHANGED(if (!(result = REAL(linkat)(from, old, to, new, flags))) record('L', 0, 0, before, after, NULL, 0));
     return result;
 }
 int link(const char *old, const char *new) { return link_logged(AT_FDCWD, old, AT_FDCWD, new, 0); }
@@ -285,7 +299,7 @@ static int unlink_logged(int folder, const char *name, int flags) {
     char path[PATH_MAX];
     if (!resolve(folder, name, path)) return REAL(unlinkat)(folder, name, flags);
     int result;
-    LOCKED({
+    CHANGED({
         struct stat status;
         int known = !REAL(lstat)(path, &status);
         if (!(result = REAL(unlinkat)(folder, name, flags)))
@@ -301,7 +315,7 @@ static int mkdir_logged(int folder, const char *name, mode_t mode) {
     char path[PATH_MAX];
     if (!resolve(folder, name, path)) return REAL(mkdirat)(folder, name, mode);
     int result;
-    LOCKED(if (!(result = REAL(mkdirat)(folder, name, mode))) record('D', 0, 0, path, "", NULL, 0));
+    CHANGED(if (!(result = REAL(mkdirat)(folder, name, mode))) record('D', 0, 0, path, "", NULL, 0));
     return result;
 }
 int mkdir(const char *name, mode_t mode) { return mkdir_logged(AT_FDCWD, name, mode); }

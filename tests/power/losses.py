@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from fedring.v1 import federation_pb2 as pb
 from tests.conftest import ROOT
 from tests.fault.faulty_fleet import wait_for
 from tests.fleets import Control, until_watching
@@ -116,7 +117,7 @@ class Recording:
         disk.lose_power(folder / "state", rng.choice(LOSSES), rng)
         shutil.copyfile(self.folder / "log", folder / "log")
         faults = []
-        with Machines(folder, folder / "log") as machines:
+        with Machines(folder, folder / "log", self._commands(at)) as machines:
             with Control(machines.control) as control:
                 until_watching(control, len(machines.clients))
                 for job in control.jobs():
@@ -130,6 +131,14 @@ class Recording:
         # What was said behind the loss did not happen.
         records = self.records[:at] + list(read_records(folder / "log"))[len(self.records) :]
         return faults + _said_twice(told(records))
+
+    def _commands(self, at: int) -> dict[str, dict[int, pb.TrainCmd]]:
+        """Return the commands that clients were given before these records, by client and round."""
+        commands = defaultdict[str, dict[int, pb.TrainCmd]](dict)
+        for words in (each.words for each in self.told if each.at < at and "command" in each.words):
+            command = pb.TrainCmd.FromString(bytes.fromhex(words["command"]))
+            commands[words["to"]][command.round] = command
+        return commands
 
     def _faults(self, folder: Path, machine: str, at: int, kept: list[tuple[int, str, str]]) -> Iterator[str]:
         said = [each for each in self.told if each.machine == machine and each.at < at]

@@ -8,11 +8,13 @@ tell each other, seen by a proxy in front of each client.
 """
 
 import hashlib
+import os
 import sys
 from collections import deque
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fedring.client.policy.promises import dp_of
@@ -28,7 +30,8 @@ from tests.call_proxy import CallProxy, Take
 from tests.conftest import path_to
 from tests.fault.faulty_fleet import wait_for
 from tests.fleets import Control, Fleet, until_watching
-from tests.power.records import note
+from tests.forks import Daemon
+from tests.power.records import LOG, all_logged, note
 from tests.system.wire import vector_job
 
 BACKUPS = "backups"  # the machine to whose disk `flctl backup` writes
@@ -113,19 +116,32 @@ JOBS: dict[str, dict[str, Any]] = {
 """What the fleet trains, two rounds of each."""
 
 
+class Machine(Daemon):
+    """A daemon that is killed between two records of what it does to its disk, so that none is missing."""
+
+    def kill(self) -> None:
+        with all_logged(Path(os.environ[LOG])) if LOG in os.environ else nullcontext():
+            super().kill()
+
+
 class Machines(Fleet):
     """A server and its clients, which may be those of a state that is there.
 
     Args:
         folder: Of the state and the logs of the daemons.
         log: Gets a note of all that is told.
+        commands: Each client's commands by round, those that it was given before it starts.
     """
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    daemon = Machine
+
+    def __init__(
+        self, folder: Path, log: Path, commands: Mapping[str, dict[int, pb.TrainCmd]] = MappingProxyType({})
+    ) -> None:
         super().__init__(folder, SETTINGS, [_TRUSTED] * CLIENTS, env=_USER_CODE)
         for number, client in enumerate(self.clients):
             client.env["FL_TEST_CLIENT"] = str(number)
-        self._log, self._proxies = log, ExitStack()
+        self._log, self._commands, self._proxies = log, commands, ExitStack()
         self._backups = folder / "state" / BACKUPS
         self.precious = False  # whether updates of the job leave what takes the place of something older
 
@@ -134,7 +150,7 @@ class Machines(Fleet):
             (self.directory / folder).mkdir(parents=True, exist_ok=True)
         self.start_server()
         for client in self.clients:
-            line = _Line(self, client)
+            line = _Line(self, client, self._commands.get(client.name, {}))
             proxy = self._proxies.enter_context(CallProxy(self.listen, line.upward, line.downward))
             client.settings["server"] = proxy.address
             client.start()
@@ -194,12 +210,12 @@ class Machines(Fleet):
 class _Line:
     """Notes what a client and the server tell each other."""
 
-    def __init__(self, machines: Machines, client: Process) -> None:
+    def __init__(self, machines: Machines, client: Process, commands: Mapping[int, pb.TrainCmd]) -> None:
         self._machines, self._client = machines, client
         self._offered: pb.UpdateOffer | None = None  # with its own call
         self._small: deque[pb.UpdateOffer] = deque()
         self._rounds: dict[str, int] = {}  # of the newest message of each secure call
-        self._commands: dict[int, pb.TrainCmd] = {}
+        self._commands = dict(commands)
 
     def upward(self, method: str) -> Take:
         """Return what takes the messages of the client."""
@@ -261,7 +277,10 @@ class _Line:
         event = pb.ServerEvent.FromString(data)
         if event.HasField("train"):
             self._commands[event.train.round] = event.train
-            self._tell(round_begun=event.train.round, model=event.train.model_digest)
+            command = event.train.SerializeToString().hex()
+            self._tell(
+                round_begun=event.train.round, model=event.train.model_digest, to=self._client.name, command=command
+            )
 
     def _tell(self, **words: Any) -> None:
         self._machines.note(self._machines.server, **words)

@@ -3,11 +3,13 @@
 Tests add notes to the same log, so that what somebody was told stands in one order with the changes of the disks.
 """
 
+import fcntl
 import json
 import os
 import struct
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,14 @@ def note(log: Path, **words: Any) -> None:
     head = _HEAD.pack(len(data), os.getpid(), ord("N"), 0, 0, 0, 0, 0)
     with log.open("ab", buffering=0) as file:
         file.write(head + data)
+
+
+@contextmanager
+def all_logged(log: Path) -> Iterator[None]:
+    """Let no process be between a change of its disk and the record of it, inside the `with` block."""
+    with log.open("ab") as file:  # a lock of this file object: another one of this program may be closed meanwhile
+        fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        yield
 
 
 def read_records(log: Path) -> Iterator[Record]:
