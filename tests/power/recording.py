@@ -213,7 +213,7 @@ class _Line:
     def __init__(self, machines: Machines, client: Process, commands: Mapping[int, pb.TrainCmd]) -> None:
         self._machines, self._client = machines, client
         self._offered: pb.UpdateOffer | None = None  # with its own call
-        self._small: deque[pb.UpdateOffer] = deque()
+        self._small: deque[pb.UpdateOffer] = deque()  # of the newest call, without their answers
         self._rounds: dict[str, int] = {}  # of the newest message of each secure call
         self._commands = dict(commands)
 
@@ -221,6 +221,8 @@ class _Line:
         """Return what takes the messages of the client."""
         if kind := _SECURE_CALLS.get(method):
             return lambda data: self._say(method, kind.FromString(data).round, data)
+        if method == "PushSmallUpdates":
+            self._small = deque()  # what an earlier call has not answered is offered again
         return {"PushUpdate": self._offer, "PushSmallUpdates": self._offer_small}.get(method, _ignore)
 
     def downward(self, method: str) -> Take:
