@@ -56,6 +56,8 @@ class Int8State(CorrectedState):
 
     def steps(self, grads: Gradients) -> Steps:
         """See CorrectedState.steps."""
+        if not grads.buffer.numel():  # parameters without entries
+            return grads.buffer
         group, targets = self.group, self.targets(grads)
         world, rank, sizes = group.size(), group.rank(), grads.sizes()
         levels, scales = quantise(_shares(targets, world, self.chunk))

@@ -122,6 +122,8 @@ def _as_square(state: PowerSGDState, grads: Gradients) -> Steps:
 
     Tensors have their places by the order of their names, since DDP changes the order in buckets after the first step.
     """
+    if not grads.buffer.numel():  # parameters without entries
+        return grads.buffer
     flat = dict(zip(grads.names, grads.flat(), strict=True))
     tensors = {name: flat[name] for name in sorted(flat)}
     names, sizes = list(tensors), [tensor.numel() for tensor in tensors.values()]

@@ -101,7 +101,7 @@ class PowerSGDState(HookState):
             rate, before, after = self.compression_stats()
             log.info("PowerSGD at step %d: %d entries sent as %d, rate %.1f", self.iter, before, after, rate)
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
-        if self.compresses:
+        if self.compresses and self.total_numel_before_compression:
             self.ratio = self.total_numel_after_compression / self.total_numel_before_compression
         self.rng.set_state(self._drawing.get_state(legacy=False))
         self.iter += 1
