@@ -131,10 +131,21 @@ def without_samples(rank: int) -> dict[str, Any]:
     return {}
 
 
-def newcomer(rank: int) -> dict[str, Any]:
+class Slowing(torch.optim.SGD):
+    """An optimizer that keeps the number of its steps in its groups, as some do, and takes smaller ones."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Take a step, and count it."""
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+            group["weight_decay"] = 0.1 / group["taken"]
+        return super().step(closure)
+
+
+def newcomer(rank: int, optimizer: type[torch.optim.SGD] = torch.optim.SGD) -> dict[str, Any]:
     """Join with another model and without momentum, while rank 0 is in the middle of an epoch."""
     model = net()
-    replica = replica_of(model)
+    replica = Replica(model, optimizer(model.parameters(), lr=0.05, momentum=0.9))
     if rank == 0:
         for _ in range(3):
             replica.optimizer.zero_grad()
@@ -327,6 +338,7 @@ SCENARIOS: dict[str, Any] = {
     "failing": failing,
     "without samples": without_samples,
     "newcomer": newcomer,
+    "newcomer to an optimizer with values in groups": partial(newcomer, optimizer=Slowing),
     "broken newcomer": broken_newcomer,
     "named inputs": named_inputs,
     "two histories": partial(two_histories, same_round=True),
