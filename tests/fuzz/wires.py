@@ -198,7 +198,7 @@ def _commands() -> list[bytes]:
 
 def _layout(data: bytes) -> None:
     parameters = [torch.zeros(2, 3), torch.zeros(())]
-    _, states = read_layout(data.decode("utf-8", "replace"), parameters)
+    _, states, _ = read_layout(data.decode("utf-8", "replace"), parameters)
     assert sum(value.numel() for state in states for value in state.values() if isinstance(value, torch.Tensor)) <= 112
 
 

@@ -2,6 +2,8 @@
 
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch.utils.data import Dataset
 from fedring.client.group.checkpoints import JobCheckpoints
 from fedring.client.group.hooks import JobHook, make_hook
 from fedring.data import Samples
+from fedring.ddp.hooks.summing import Bucket
 from fedring.offers import offers
 from fedring.train.errors import SeamError, TrainError
 from fedring.train.jobs.data_parallel_table import HOOKS, DataParallel
@@ -128,10 +131,21 @@ def without_samples(rank: int) -> dict[str, Any]:
     return {}
 
 
-def newcomer(rank: int) -> dict[str, Any]:
+class Slowing(torch.optim.SGD):
+    """An optimizer that keeps the number of its steps in its groups, as some do, and takes smaller ones."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Take a step, and count it."""
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+            group["weight_decay"] = 0.1 / group["taken"]
+        return super().step(closure)
+
+
+def newcomer(rank: int, optimizer: type[torch.optim.SGD] = torch.optim.SGD) -> dict[str, Any]:
     """Join with another model and without momentum, while rank 0 is in the middle of an epoch."""
     model = net()
-    replica = replica_of(model)
+    replica = Replica(model, optimizer(model.parameters(), lr=0.05, momentum=0.9))
     if rank == 0:
         for _ in range(3):
             replica.optimizer.zero_grad()
@@ -214,6 +228,72 @@ def newcomer_to(rank: int, hook: str, **table: Any) -> dict[str, Any]:
     return result_of(replica, training, source=source, equal=all_equal(replica), shared=shared)
 
 
+def broken_off(rank: int, hook: str, *, completed: bool, missed: bool = False, **table: Any) -> dict[str, Any]:
+    """Break off a step on rank 1 once all has left, and form the group again; return how far the law is off.
+
+    Rank 0 completes the step, or breaks off as well. With `missed`, rank 1 is not in the next group, which takes two.
+    """
+    layer = nn.Linear(32, 24, bias=False)
+    parsed = DataParallel.model_validate({"hook": hook, "start_iteration": 2, "ratio": 0.1, **table})
+    job_hook = make_hook(parsed, Plan(), layer.named_parameters(), collect([]))
+    replica = replica_of(layer)
+    replica.shared = job_hook.shared
+
+    def gradient(step: int) -> torch.Tensor:
+        return torch.randn(24, 32, generator=torch.Generator().manual_seed(2 * step + rank))
+
+    def exchange(step: int) -> torch.Tensor:
+        bucket: Any = Bucket([layer.weight], [gradient(step)], 0, last=True)
+        return job_hook.function(job_hook.state, bucket).wait().clone()
+
+    def form_again(steps: int) -> None:
+        job_hook.leave()
+        replica.progress.steps = max(replica.progress.steps, steps if rank == 0 else 0)
+        synchronize(replica)
+        job_hook.enter(2, replica.progress.steps)
+
+    job_hook.enter(0, 0)
+    for step in range(4):
+        exchange(step)
+        job_hook.end_step()
+    replica.progress.steps = 4
+    owed = job_hook.state.owed()["weight"].clone()
+    result = torch.zeros(24 * 32)
+    if rank == 0 and completed:
+        result += exchange(4)
+        job_hook.end_step()
+    else:
+        with _breaking_off(job_hook), pytest.raises(RuntimeError, match="a worker is lost"):
+            exchange(4)
+    form_again(6 if missed else 4 + completed)
+    law = job_hook.state.owed()["weight"] + result * (2 - 2 * rank) - owed - gradient(4).flatten() * completed
+    dist.all_reduce(law)
+    return {"off": float(law.abs().max()), "size": float(owed.abs().max())}
+
+
+@contextmanager
+def _breaking_off(hook: JobHook) -> Iterator[None]:
+    """Raise an error after the last message of a step, before this worker knows the others'."""
+    turns = hook.state.turns
+    waits = 1 if hook.state.kind == "topk" else 2
+
+    def finish() -> None:
+        nonlocal waits
+        while True:
+            waits -= 1
+            for bucket in turns._buckets:  # as Turns does, but for the end
+                result = bucket.collective.work.wait()
+                if not waits:
+                    raise RuntimeError("a worker is lost")
+                bucket.collective = bucket.steps.send(result)
+
+    turns._finish = finish  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del turns._finish
+
+
 def two_histories(rank: int, *, same_round: bool, other: int = 10) -> dict[str, Any]:
     """Go on from checkpoints of the same step that two groups have taken, or one if `other` is 0."""
     replica, hook = _member(setup_of(Plan(batch_size=8), hook="topk"))
@@ -258,6 +338,7 @@ SCENARIOS: dict[str, Any] = {
     "failing": failing,
     "without samples": without_samples,
     "newcomer": newcomer,
+    "newcomer to an optimizer with values in groups": partial(newcomer, optimizer=Slowing),
     "broken newcomer": broken_newcomer,
     "named inputs": named_inputs,
     "two histories": partial(two_histories, same_round=True),
@@ -265,6 +346,11 @@ SCENARIOS: dict[str, Any] = {
     "two histories in another round": partial(two_histories, same_round=False),
     **{hook: partial(plain, hook=hook, ratio=0.2, start_iteration=2) for hook in HOOKS[3:-1]},
     **{f"newcomer to {hook}": partial(newcomer_to, hook=hook) for hook in HOOKS[3:-1]},
+    **{
+        f"{hook} {end}": partial(broken_off, hook=hook, completed=end == "completed elsewhere", missed=end == "missed")
+        for hook in ("topk", "powersgd", "int8")
+        for end in ("completed elsewhere", "repeated", "missed")
+    },
     "newcomer to int8 ef21": partial(newcomer_to, hook="int8", feedback="ef21"),
     "newcomer to topk ef21": partial(newcomer_to, hook="topk", feedback="ef21"),
 }

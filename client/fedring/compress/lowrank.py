@@ -51,8 +51,8 @@ def orthonormalise(matrices: Tensor, epsilon: float = 0.0) -> Tensor:
     Columns of zeros stay zero; of more than two columns, they become any that are orthonormal to the others.
 
     Args:
-        matrices: The matrices [b, n, r], r <= n, of any float dtype.
-        epsilon: Added to the norms of the columns.
+        matrices: The matrices [b, n, r], r <= n, of any float dtype. Half precision is computed in float32.
+        epsilon: Added to the norms of the columns, of at most two columns. It has no effect on more.
 
     Returns:
         The same tensor.
@@ -62,9 +62,11 @@ def orthonormalise(matrices: Tensor, epsilon: float = 0.0) -> Tensor:
     """
     if matrices.dim() != 3 or matrices.shape[2] > matrices.shape[1]:
         raise ValueError(f"cannot make the columns of matrices {tuple(matrices.shape)} orthonormal")
-    if matrices.shape[2] > _GRAM_SCHMIDT and matrices.dtype not in _HALVES:
+    if matrices.dtype in _HALVES:  # QR does not know them, and a norm may be above the largest of them
+        return matrices.copy_(orthonormalise(matrices.to(torch.float32), epsilon))
+    if matrices.shape[2] > _GRAM_SCHMIDT:
         return matrices.copy_(torch.linalg.qr(matrices).Q)
-    # Gram-Schmidt is faster than QR for a few columns, and works in half precision.
+    # Gram-Schmidt is faster than QR for a few columns.
     for index in range(matrices.shape[2]):
         column = matrices[:, :, index : index + 1]
         norm = torch.linalg.vector_norm(column, dim=1, keepdim=True) + epsilon

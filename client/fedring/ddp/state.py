@@ -4,11 +4,11 @@ Every hook's state has a group, names and a meter, and outlives its group.
 
 A script makes a state, registers it together with its hook, and saves it with `state_dict`. A job's state outlives
 groups of workers: `end_step` tells it of each step that counts. When a group has failed, `shared` and then `regroup`
-move the state to the next group, after `undo` if no worker completed the step that broke.
+move the state to the next group, after `undo` of the step that broke, or `complete` if another worker completed it.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from fedring.ddp.turns import Turns
 log = logging.getLogger(__name__)
 
 _VERSION = 1
-_NOT_SAVED = ("process_group", "names", "meter", "turns", "_counted")
+_NOT_SAVED = ("process_group", "names", "meter", "turns", "pending", "_counted")
 
 
 class HookState:
@@ -37,6 +37,7 @@ class HookState:
         names: The parameters and their names.
         meter: The meter of the hook's steps.
         turns: The buckets of a step, for hooks of several collectives.
+        pending: For buckets that have left, by their names: what `complete` does if the others' messages do not come.
     """
 
     kind = ""
@@ -49,6 +50,7 @@ class HookState:
         self.names = Names(named_parameters)
         self.meter = Meter()
         self.turns = Turns(self.meter)
+        self.pending: dict[tuple[str, ...], Callable[[dict[str, Tensor]], None]] = {}
         self._counted: dict[str, Any] = {}  # the contents after the newest step that counts
 
     @property
@@ -147,11 +149,26 @@ class HookState:
         This costs nothing, as steps replace tensors and do not write into them.
         """
         self._counted = self._contents()
+        self.pending.clear()
 
     def undo(self) -> None:
         """Go back to the newest step that counts."""
         if self._counted:
             self._load(self._counted)
+        self.pending.clear()
+
+    def complete(self, shared: dict[str, Tensor]) -> None:
+        """Complete the step that broke here, as another worker has done.
+
+        That worker got all that this one sent, so it is owed no more.
+
+        Args:
+            shared: The state that all workers share after the step, as from `shared`.
+        """
+        with torch.no_grad():
+            for settle in self.pending.values():
+                settle(shared)
+        self.pending.clear()
 
     def shared(self) -> dict[str, Tensor]:
         """Return copies of the state that all workers share.
@@ -190,6 +207,7 @@ class HookState:
         self.names = Names(() if was_bound else None)
         self.meter = Meter()
         self.turns = Turns(self.meter)
+        self.pending = {}
         self._counted = {}
 
     def _contents(self) -> dict[str, Any]:

@@ -71,7 +71,10 @@ class Turns:
         device = bucket.buffer().device
         future: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
         with self._meter.working(), torch.no_grad():
-            self._buckets.append(_Bucket(steps, next(steps), future))
+            try:
+                self._buckets.append(_Bucket(steps, next(steps), future))
+            except StopIteration as end:  # there was nothing to exchange
+                future.set_result(end.value)
             if bucket.is_last():
                 self._finish()
         if bucket.is_last():

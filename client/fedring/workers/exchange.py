@@ -31,12 +31,12 @@ def gather_integers(values: Sequence[int]) -> list[list[int]]:
     Their number may differ from worker to worker.
 
     Raises:
-        TrainError: With the reason bad_checkpoint, if a worker sends too many.
+        TrainError: With the reason bad_peer, if a worker sends too many.
     """
     counts = [int(row) for row in _gather(torch.tensor([len(values)]))]
     most = max(counts)
     if not 0 <= min(counts) <= most <= _MAX_INTEGERS:
-        raise TrainError("bad_checkpoint", f"a worker sends {most} integers, above {_MAX_INTEGERS}.")
+        raise TrainError("bad_peer", f"a worker sends {most} integers, above {_MAX_INTEGERS}.")
     if not most:
         return [[] for _ in counts]
     padded = torch.zeros(most, dtype=torch.int64)
@@ -56,7 +56,7 @@ def exchange_files(outgoing: tuple[Path, int] | None, incoming: tuple[Path, int]
         limit: The largest size of a file to receive, in bytes.
 
     Raises:
-        TrainError: With the reason bad_checkpoint, if the incoming file is larger than the limit, or disk_failed.
+        TrainError: With the reason bad_peer, if the incoming file is larger than the limit, or disk_failed.
     """
     sent = outgoing[0].stat().st_size if outgoing else 0
     announced = dist.isend(torch.tensor([sent]), outgoing[1], tag=TAG) if outgoing else None
@@ -93,7 +93,7 @@ def _announced(source: int, limit: int) -> int:
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, source, tag=TAG)
     if not 0 < int(size) <= limit:
-        raise TrainError("bad_checkpoint", f"rank {source} sends {int(size)} bytes, which must be 1 to {limit}.")
+        raise TrainError("bad_peer", f"rank {source} sends {int(size)} bytes, which must be 1 to {limit}.")
     return int(size)
 
 

@@ -40,7 +40,7 @@ from fedring.train.batches import by_name, diverged, fetch, size_of
 from fedring.train.errors import TrainError
 from fedring.train.evaluation import Counts
 from fedring.train.jobs.hooks import choose_hook
-from fedring.train.jobs.pipeline_table import CREDITS, Pipeline
+from fedring.train.jobs.pipeline_table import CREDITS, MAX_CELLS, Pipeline
 from fedring.train.loop import Loss, OptimizerFactory, seeded
 from fedring.train.names.offered import Offered
 from fedring.train.plan import Plan
@@ -63,6 +63,7 @@ MicroBatches = list[Tensor | None]
 
 _CANDIDATES = (1, 2, 4, 8, 16, 32)  # numbers of micro-batches that "auto" tries
 _STEPS_PER_CANDIDATE = 3
+_GROUP_BITS = 62  # of a group's number
 _EVALUATION_BATCH = 64  # samples of a micro-batch
 _EVALUATION_BATCHES = 8  # micro-batches whose outputs the last stage keeps at a time
 
@@ -127,7 +128,8 @@ class PipelineTraining:
 
         Raises:
             TrainError: With the reason other_samples, if the workers have found other numbers of samples, no_data, if
-                there are none, or bad_checkpoint, if the checkpoint does not fit.
+                there are none, bad_checkpoint, if the checkpoint does not fit, or bad_peer, if rank 0 names what
+                does not fit the job.
         """
         self.setup, self.watcher, self.profile = setup, watcher, profile
         self.usage = Usage()
@@ -218,8 +220,9 @@ class PipelineTraining:
 
         It may have measured the counts.
         """
-        mine = [self.micro_batches, secrets.randbits(62), *counts]
-        self.micro_batches, self._group, *agreed = gather_integers(mine)[0]
+        told = gather_integers([self.micro_batches, secrets.randbits(_GROUP_BITS), *counts])[0]
+        _check_told(told, self.setup.table, self.setup.plan.batch_size, wanted=2 + len(counts))
+        self.micro_batches, self._group, *agreed = told
         return agreed
 
     def _stage(self, number: int, state: StageState) -> Stage:
@@ -422,6 +425,34 @@ class PipelineTraining:
         self.micro_batches = curve.best
         text = ", ".join(f"{point.micro_batches}: {1e3 * point.seconds:.1f} ms" for point in curve.points)
         log.info("%d micro-batches are the fastest of %s", curve.best, text, extra={"micro_batches": curve.best})
+
+
+def _check_told(told: Sequence[int], table: Pipeline, batch_size: int, *, wanted: int) -> None:
+    """Check the numbers that rank 0 tells its group, before their use.
+
+    A schedule lists all micro-batches, and files are named by the group's number.
+
+    Args:
+        told: The micro-batches of a run, the number of the group, and the layers of each stage.
+        table: Says how many micro-batches a run may have.
+        batch_size: The samples of a step.
+        wanted: How many numbers belong there.
+
+    Raises:
+        TrainError: With the reason bad_peer, if a number cannot be.
+    """
+    fits = len(told) == wanted and 0 <= told[1] < 1 << _GROUP_BITS
+    if fits and table.micro_batches != "auto":
+        fits = told[0] == table.micro_batches
+    elif fits:  # 0 = the fastest number is not found yet
+        most = min(MAX_CELLS // max(table.stages, table.width), max(batch_size, table.unit))
+        fits = 0 <= told[0] <= most and not told[0] % table.unit
+    if not fits:
+        raise TrainError(
+            "bad_peer",
+            f"The worker of rank 0 tells its group {str(list(told))[:200]} as micro-batches, group and layers, which "
+            "do not fit the job: see what is wrong with the first client, in the order of their names.",
+        )
 
 
 def _check_sizes(sizes: Sequence[Sequence[int]]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fedring.train.errors import SeamError, TrainError
 from fedring.train.tensors.state import dtype_of, tensors_of
 from fedring.untrusted import parse_json
+from fedring.workers.optimizer_groups import Groups, group_values, put_groups, read_groups
 
 State = dict[str, Any]  # an optimizer's state of one parameter
 _MAX_LAYOUT_BYTES = 64 << 20
@@ -46,6 +47,19 @@ class Replica:
     optimizer: torch.optim.Optimizer
     progress: Progress = field(default_factory=Progress)
     shared: dict[str, Tensor] = field(default_factory=dict)  # other state that must be equal on all workers, by name
+    _first_groups: Groups = field(init=False)  # of the new optimizer
+
+    def __post_init__(self) -> None:
+        self._first_groups = group_values(self.optimizer)
+
+    @property
+    def groups(self) -> Groups:
+        """The values in the optimizer's groups of parameters.
+
+        They are [] if it has changed nothing there. Only then workers of 1.0.0 understand the layout of its state.
+        """
+        now = group_values(self.optimizer)
+        return now if now != self._first_groups else []
 
     def begin_round(self) -> None:
         """Reset the round's steps, epochs and samples to 0.
@@ -95,13 +109,15 @@ def synchronize(replica: Replica) -> int:
     if any(row != everyone[0] for row in everyone):
         progress = _share_progress(progress, source)
         values = [_received(tensor, source) for tensor in replica.tensors()]
-        states = _share_optimizer(replica.optimizer, source)
+        states, groups = _share_optimizer(replica, source)
         # Only now, when all of it is here. A worker with a part of another's state would pass that on as its own, if
         # the group fails and the next one takes it for the most advanced.
         if dist.get_rank() != source:
             for tensor, value in zip(replica.tensors(), values, strict=True):
                 tensor.detach().copy_(value)
             replica.optimizer.state.update(states)
+            if groups:
+                put_groups(replica.optimizer, groups)
             replica.progress = progress
     return source
 
@@ -154,59 +170,64 @@ def _share_progress(progress: Progress, source: int) -> Progress:
     return Progress(*(int(value) for value in values))
 
 
-def _share_optimizer(optimizer: torch.optim.Optimizer, source: int) -> dict[Tensor, State]:
-    """Return the source's state of the optimizer, by parameter."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = _share_states(parameters, [optimizer.state.get(p, {}) for p in parameters], source)
-    return dict(zip(parameters, states, strict=True))
-
-
-def _share_states(parameters: Sequence[Tensor], states: Sequence[State], source: int) -> list[State]:
+def _share_optimizer(replica: Replica, source: int) -> tuple[dict[Tensor, State], Groups]:
     """Send an optimizer's state to all other workers.
 
     They are those of the default group.
 
     Args:
-        parameters: The parameters, in the same order on all workers; new tensors are made on their devices.
-        states: The optimizer's state for each parameter; only the source's are used.
+        replica: Its optimizer has the parameters in the same order on all workers; new tensors are made on their
+            devices.
         source: The rank that has the state.
 
     Returns:
-        The source's states: its own objects at the source, and copies elsewhere.
+        The source's states by parameter, its own objects at the source and copies elsewhere, and the values of its
+        groups of parameters.
 
     Raises:
         TrainError: With the reason bad_optimizer, if a state holds something that cannot be sent, or a peer sent a
             layout that does not fit the parameters.
     """
+    optimizer = replica.optimizer
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if dist.get_rank() == source:
-        layout = [_layout(state) for state in states]
-        _share_text(json.dumps(layout), source)
-        shared = list(states)
+        shared, groups = [optimizer.state.get(p, {}) for p in parameters], replica.groups
+        layout = [_layout(state) for state in shared]
+        _share_text(json.dumps([*layout, {"groups": groups}] if groups else layout), source)
     else:
-        layout, shared = read_layout(_share_text("", source), parameters)
+        layout, shared, groups = read_layout(_share_text("", source), parameters, groups=len(optimizer.param_groups))
     # All workers have the same layout now, so all take part in the same broadcasts in the same order.
     for state, entries in zip(shared, layout, strict=True):
         for key, entry in entries.items():
             if "shape" in entry:
                 _broadcast(state[key], source)
-    return shared
+    return dict(zip(parameters, shared, strict=True)), groups
 
 
-def read_layout(text: str, parameters: Sequence[Tensor]) -> tuple[list[dict[str, dict[str, Any]]], list[State]]:
+def read_layout(
+    text: str, parameters: Sequence[Tensor], *, groups: int = 1
+) -> tuple[list[dict[str, dict[str, Any]]], list[State], Groups]:
     """Parse a peer's layout of an optimizer's state, and allocate its tensors.
 
+    Args:
+        text: One entry for each parameter, and one with the values of the groups of parameters if there are any.
+        parameters: The parameters.
+        groups: The number of groups.
+
     Returns:
-        The layout, and the states: their tensors hold zeros.
+        The layout, the states, whose tensors hold zeros, and the values of the groups.
 
     Raises:
         TrainError: With the reason bad_optimizer, if it does not fit the parameters.
     """
     try:
-        layout = parse_json(text)
+        layout, told = parse_json(text), []
+        if len(layout) == len(parameters) + 1:
+            told = read_groups(layout.pop()["groups"], groups)
         if (largest := max((len(entries) for entries in layout), default=0)) > _MOST_STATES:
             raise ValueError(f"{largest} values for one parameter")
         pairs = zip(parameters, layout, strict=True)
-        return layout, [{key: _made(entry, of) for key, entry in entries.items()} for of, entries in pairs]
+        return layout, [{key: _made(entry, of) for key, entry in entries.items()} for of, entries in pairs], told
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, SeamError) as error:
         raise TrainError(
             "bad_optimizer", f"The layout of a peer's optimizer state cannot be used: {error!r:.200}."

@@ -12,6 +12,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from fedring.train.tensors.state import tensors_of
+from fedring.workers.optimizer_groups import group_values, put_groups, read_groups
 from fedring.workers.replica import Progress, Replica, digest_of, equal_on_all, gather
 
 _NONE = -1
@@ -94,6 +95,7 @@ def replica_content(replica: Replica) -> dict[str, Any]:
         "progress": asdict(replica.progress),
         "model": dict(tensors_of(replica.model)),
         "optimizer": {names[id(parameter)]: dict(state) for parameter, state in states},
+        "groups": group_values(replica.optimizer),
     }
 
 
@@ -125,6 +127,8 @@ def restore_replica(replica: Replica, content: dict[str, Any], *, same_round: bo
     states = {number: content["optimizer"].get(name) for number, name in enumerate(ordered)}
     found = {number: state for number, state in states.items() if state}
     optimizer.load_state_dict({"state": found, "param_groups": optimizer.state_dict()["param_groups"]})
+    if "groups" in content:  # not in those of 1.0.0
+        put_groups(optimizer, read_groups(content["groups"], len(optimizer.param_groups)))
 
 
 def _names(replica: Replica) -> dict[int, str]:

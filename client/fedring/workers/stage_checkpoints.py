@@ -211,7 +211,7 @@ def recover(folder: StageCheckpoints, layout: Layout) -> Checkpoint | None:
         The checkpoint, of which this worker now has the files of its own stages; None if there is none.
 
     Raises:
-        TrainError: With the reason bad_checkpoint, if a worker does not say which files it has, or sends too much.
+        TrainError: With the reason bad_peer, if a worker does not say which files it has, or sends too much.
     """
     rank = dist.get_rank()
     everyone = _held_by_all(folder)
@@ -263,5 +263,5 @@ def _held_by_all(folder: StageCheckpoints) -> list[Held]:
     mine = [number for (step, group), stage in sorted(folder.held()) for number in (step, group, stage)]
     rows = gather_integers(mine)
     if any(len(row) % 3 or min(row, default=0) < 0 for row in rows):
-        raise TrainError("bad_checkpoint", "a worker does not say which checkpoints it has.")
+        raise TrainError("bad_peer", "a worker does not say which checkpoints it has.")
     return [frozenset((Checkpoint(*row[at : at + 2]), row[at + 2]) for at in range(0, len(row), 3)) for row in rows]

@@ -25,6 +25,7 @@ from fedring.train.tensors.skeleton import replace_tensors
 from fedring.train.tensors.state import schema_of, tensors_of
 from fedring.untrusted import parse_json
 from fedring.workers.cutting import cut_model
+from fedring.workers.optimizer_groups import Groups, group_values, put_groups, read_groups
 from fedring.workers.replica import Progress
 from fedring.workers.state_file import TensorFile, write_tensors
 
@@ -142,7 +143,8 @@ class StageState:
                         f"The optimizer's state {key!r} is a {type(value).__name__}, which a checkpoint cannot hold: "
                         "use an optimizer whose state holds tensors and plain values.",
                     )
-        write_tensors(path, stored, {"facts": json.dumps(asdict(facts)), "plain": json.dumps(plain)})
+        texts = {"facts": asdict(facts), "plain": plain, "groups": group_values(self.optimizer)}
+        write_tensors(path, stored, {key: json.dumps(value) for key, value in texts.items()})
 
     def load(self, path: Path, *, values: bool = True) -> None:
         """Read the stage from a file.
@@ -161,6 +163,7 @@ class StageState:
                     file.read_into(_MODEL + name, tensor)
             trained = self._trained()
             states = _plain(file, trained)
+            kept = _groups(file, len(self.optimizer.param_groups))
             for stored, place in file.tensors.items():
                 if not stored.startswith(_OPTIMIZER):
                     continue
@@ -176,6 +179,8 @@ class StageState:
         # load_state_dict knows which entries belong on the device and which stay in the host's memory.
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": filled, "param_groups": groups})
+        if kept:
+            put_groups(self.optimizer, kept)
 
     def _trained(self) -> dict[str, Tensor]:
         """Return the parameters of the optimizer, by name in the model."""
@@ -212,6 +217,17 @@ def _plain(file: TensorFile, trained: Mapping[str, Tensor]) -> dict[str, dict[st
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise TrainError("bad_checkpoint", f"The checkpoint's optimizer cannot be used: {error!r}.") from error
     return states
+
+
+def _groups(file: TensorFile, count: int) -> Groups:
+    """Return the values of the optimizer's groups of parameters.
+
+    There are none in checkpoints of 1.0.0.
+    """
+    try:
+        return read_groups(parse_json(file.metadata["groups"]), count) if "groups" in file.metadata else []
+    except ValueError as error:
+        raise TrainError("bad_checkpoint", f"The checkpoint's optimizer cannot be used: {error}.") from error
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:

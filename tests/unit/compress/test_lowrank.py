@@ -18,6 +18,15 @@ def test_columns_are_orthonormal_afterwards(rank: int) -> None:
     torch.testing.assert_close(matrices.transpose(1, 2) @ matrices, torch.eye(rank).expand(3, rank, rank))
 
 
+@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_columns_in_half_precision_are_orthonormal_even_if_their_norm_overflows(dtype: torch.dtype, rank: int) -> None:
+    matrices = orthonormalise((3000 * random(1, 1000, rank)).to(dtype))
+    assert matrices.dtype == dtype
+    exact = matrices.float()
+    torch.testing.assert_close(exact.transpose(1, 2) @ exact, torch.eye(rank).unsqueeze(0), atol=5e-3, rtol=0)
+
+
 def test_a_column_of_zeros_stays_zero() -> None:
     assert orthonormalise(torch.zeros(1, 4, 2)).equal(torch.zeros(1, 4, 2))
 

@@ -14,6 +14,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from fedring.ddp import DGC, hooks
+from fedring.ddp.hooks.by_name import HOOKS
+from fedring.ddp.hooks.summing import HookedSum
 from fedring.ddp.local_sgd import LocalSGD
 from fedring.ddp.state import HookState
 
@@ -276,6 +278,41 @@ def test_local_sgd_refuses_the_state_of_other_parameters(other: nn.Module) -> No
     with pytest.raises(ValueError, match="of other parameters"):
         local.load_state_dict(state)
     assert torch.equal(local.anchors["weight"], before)
+
+
+class WithEmpty(nn.Module):
+    """A model one of whose parameters has no entries, and a bucket of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full, self.empty = nn.Linear(40, 40), nn.Parameter(torch.zeros(0, 5, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.full(inputs)
+        return outputs + self.empty.sum().float()
+
+
+@pytest.mark.parametrize("name", [name for name in HOOKS if name != "noop"])
+def test_parameters_without_entries_may_have_a_bucket_of_their_own(name: str) -> None:
+    net = WithEmpty()
+    ddp = DistributedDataParallel(net)
+    state, hook = hooks.hook_by_name(name, net.named_parameters())
+    ddp.register_comm_hook(state, hook)
+    for _ in range(4):
+        ddp(torch.randn(3, 40)).square().sum().backward()
+        state.end_step()
+    assert net.full.weight.grad is not None
+    assert net.full.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in HOOKS if name != "noop"])
+def test_a_step_may_have_nothing_to_exchange(name: str) -> None:
+    empty = nn.Parameter(torch.zeros(0, 5))
+    ready = hooks.hook_by_name(name, [("empty", empty)])
+    add_up = HookedSum(ready, [empty])
+    for _ in range(4):
+        add_up([torch.zeros(0, 5)])
+    assert ready.state.residual_norm == 0
 
 
 class Sometimes(nn.Module):

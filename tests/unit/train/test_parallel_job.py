@@ -22,6 +22,7 @@ from fedring.ddp.hooks import TopKState, by_name, topk_hook
 from fedring.ddp.hooks.by_name import ReadyHook, hook_by_name
 from fedring.ddp.hooks.own import BadHook, OwnState, own_hook
 from fedring.ddp.hooks.plain import PlainState
+from fedring.ddp.hooks.summing import Bucket
 from fedring.offers import named
 from fedring.server.round.plan import group_rules, rules_of
 from fedring.train.dgc_optimizer import make_optimizer
@@ -236,18 +237,27 @@ def _group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_group")
-@pytest.mark.parametrize("completed", [False, True], ids=["by nobody", "by another worker"])
-def test_what_was_sent_in_a_broken_step_is_owed_again_unless_it_was_completed(completed: bool) -> None:
+@pytest.mark.parametrize(
+    ("all_left", "steps", "owed"),
+    [(True, 11, 2.0), (True, 12, 0.0), (False, 12, 2.0), (True, 13, 2.0)],
+    ids=["by nobody", "by another worker", "without what this one had to send", "long ago, if at all"],
+)
+def test_what_was_sent_in_a_broken_step_is_owed_again_unless_it_was_completed(
+    all_left: bool, steps: int, owed: float
+) -> None:
     weight = nn.Parameter(torch.zeros(4))
     state = TopKState(None, ratio=0.25, named_parameters=[("weight", weight)])
     hook = JobHook(ReadyHook(state, topk_hook))
     hook.enter(0, 10)
     state.kept["weight"] = ErrorFeedback(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.empty(0))
     hook.end_step()
+    bucket: Any = Bucket([weight], [torch.zeros(4)], 0, last=all_left)
+    hook.function(state, bucket)
+    state.pending.clear()
     state.kept["weight"] = ErrorFeedback(torch.tensor([1.0, 2.0, 3.0, 0.0]), torch.empty(0))  # 4 is on its way
     hook.leave()
-    hook.enter(2, 12 if completed else 11)
-    assert state.kept["weight"].own.tolist() == ([0.5, 1.0, 1.5, 0.0] if completed else [0.5, 1.0, 1.5, 2.0])
+    hook.enter(2, steps)
+    assert state.kept["weight"].own.tolist() == [0.5, 1.0, 1.5, owed]
 
 
 @pytest.mark.usefixtures("_group")

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.unit.group_member import Slowing
 from torch import nn
 
 from fedring.client.group.checkpoints import JobCheckpoints
+from fedring.train.errors import TrainError
 from fedring.workers import replica_checkpoints
-from fedring.workers.replica import Progress, Replica
+from fedring.workers.optimizer_groups import read_groups
+from fedring.workers.replica import Progress, Replica, read_layout
 from fedring.workers.replica_checkpoints import BadCheckpoint, CannotKeep, ReplicaCheckpoints, decode, encode
 from fedring.workers.resume import Resumption, choose, replica_content, restore_replica
 
@@ -197,7 +200,7 @@ def train(replica: Replica, steps: int) -> None:
         replica.optimizer.step()
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad, Slowing])
 def test_a_replica_goes_on_bit_for_bit(folder: ReplicaCheckpoints, optimizer: Any) -> None:
     replica, again = trained(4, optimizer), trained(0, optimizer)
     folder.write(4, replica_content(replica))
@@ -206,6 +209,28 @@ def test_a_replica_goes_on_bit_for_bit(folder: ReplicaCheckpoints, optimizer: An
     for one in (replica, again):
         train(one, 3)
     assert replica.digest() == again.digest()
+
+
+def test_a_checkpoint_of_1_0_0_has_no_values_of_groups(folder: ReplicaCheckpoints) -> None:
+    replica, again = trained(4, torch.optim.Adam), trained(0, torch.optim.Adam)
+    folder.write(4, {key: value for key, value in replica_content(replica).items() if key != "groups"})
+    restore_replica(again, folder.read(4), same_round=True)
+    assert replica.digest() == again.digest()
+
+
+@pytest.mark.parametrize("told", [[], [{}, {}], {}, "text", [{"params": 1}], [{"lr": 1.0}], [{"betas": [1.0]}], [[]]])
+def test_values_that_groups_of_parameters_cannot_have_are_refused(told: Any) -> None:
+    with pytest.raises(ValueError, match="group"):
+        read_groups(told, 1)
+    with pytest.raises(TrainError) as caught:
+        read_layout(json.dumps([{}, {"groups": told}]), [torch.zeros(1)])
+    assert caught.value.reason == "bad_optimizer"
+
+
+def test_only_values_that_an_optimizer_has_changed_are_sent() -> None:
+    """Workers of 1.0.0 refuse a layout with more."""
+    assert trained(2, torch.optim.Adam).groups == []
+    assert [group["taken"] for group in trained(2, Slowing).groups] == [2]
 
 
 def test_in_another_round_the_model_is_the_servers(folder: ReplicaCheckpoints) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.unit.group_member import Slowing
 from torch import nn
 
 from fedring.offers import named
@@ -167,6 +168,27 @@ def test_a_stage_and_its_optimizer_come_back_from_a_file(tmp_path: Path) -> None
     assert ours.keys() == theirs.keys()
     for number, values in ours.items():
         assert all(torch.equal(values[key], theirs[number][key]) for key in values)
+
+
+def test_what_an_optimizer_keeps_in_its_groups_comes_back_too(tmp_path: Path) -> None:
+    one, other = (
+        staged().make(0, PLAN, lambda parameters, lr, momentum: Slowing(parameters, lr), torch.device("cpu"))
+        for _ in range(2)
+    )
+    one.optimizer.step()
+    one.optimizer.step()
+    one.save(tmp_path / "file", FACTS)
+    other.load(tmp_path / "file")
+    assert other.optimizer.param_groups[0]["taken"] == 2
+    assert other.optimizer.param_groups[0]["weight_decay"] == 0.05
+
+
+def test_values_of_groups_that_cannot_be_are_a_bad_checkpoint(tmp_path: Path) -> None:
+    tensors = {f"model/{name}": tensor for name, tensor in filled(0).tensors.items()}
+    write_tensors(tmp_path / "file", tensors, {"plain": "{}", "groups": '[{"params": 1}]'})
+    with pytest.raises(TrainError, match="The checkpoint's optimizer cannot be used") as caught:
+        filled(0).load(tmp_path / "file")
+    assert caught.value.reason == "bad_checkpoint"
 
 
 def test_the_optimizer_can_come_back_without_the_values(tmp_path: Path) -> None:

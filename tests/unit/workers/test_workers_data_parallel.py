@@ -94,8 +94,16 @@ def test_a_newcomer_to_a_hook_shares_what_all_workers_share(hook: str, results: 
     assert first["momentum"] == second["momentum"] != []
 
 
-def test_a_newcomer_takes_over_model_momentum_and_place(results: Results) -> None:
-    first, second = results["newcomer"]
+@pytest.mark.parametrize("end", ["completed elsewhere", "repeated", "missed"])
+@pytest.mark.parametrize("hook", ["topk", "powersgd", "int8"])
+def test_a_step_that_broke_off_counts_as_often_as_the_others_took_it(hook: str, end: str, results: Results) -> None:
+    for result in results[f"{hook} {end}"]:
+        assert result["off"] < 1e-5 < result["size"]
+
+
+@pytest.mark.parametrize("scenario", ["newcomer", "newcomer to an optimizer with values in groups"])
+def test_a_newcomer_takes_over_model_momentum_and_place(scenario: str, results: Results) -> None:
+    first, second = results[scenario]
     assert first["source"] == second["source"] == 0
     assert first["equal"]
     assert first["momentum"] == second["momentum"] != []

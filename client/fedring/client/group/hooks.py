@@ -42,6 +42,7 @@ class JobHook:
         self.shared = self.state.shared()
         self._function = ready.hook
         self._steps = 0  # of the job, as far as they count here
+        self._all_left = False  # whether all that this worker sends in the step after them may have reached others
 
     def function(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
         """Exchange a bucket, as the hook does it.
@@ -49,6 +50,7 @@ class JobHook:
         Raises:
             SeamError: With the reason bad_job, if it is a hook of the user's own that needs a state and has none.
         """
+        self._all_left = bucket.is_last()
         try:
             return self._function(state, bucket)
         except BadHook as error:
@@ -66,19 +68,21 @@ class JobHook:
         """Move the state to the default group, whose workers hold `shared`.
 
         A step that broke here is undone, unless another worker completed it: then that worker had all that this one
-        sent.
+        sent, and the state is completed. If this worker has missed a group since, nobody can tell any more; but few
+        steps are completed by some workers only.
 
         Args:
             workers_before: The size of this worker's previous group; 0 if there was none.
             steps: The steps of the job that the group has taken.
         """
-        if steps == self._steps:
+        if self._all_left and steps == self._steps + 1:
+            self.state.complete(self.shared)
+        else:
             self.state.undo()
         self.state.regroup(self.shared, steps=steps)
         if workers_before:
             self.state.rescale(workers_before, dist.get_world_size())
-        self.state.end_step()
-        self._steps = steps
+        self._count(steps)
 
     def saved(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -97,8 +101,7 @@ class JobHook:
             ValueError: If the checkpoint is of another hook or model.
         """
         self.state.load_state_dict(saved)
-        self.state.end_step()
-        self._steps = steps
+        self._count(steps)
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch of the job, counted from 0.
@@ -109,8 +112,7 @@ class JobHook:
 
     def end_step(self) -> None:
         """Note that the step counts."""
-        self.state.end_step()
-        self._steps += 1
+        self._count(self._steps + 1)
 
     def sparsity(self) -> float:
         """Return the share of the entries that is sent now."""
@@ -129,6 +131,10 @@ class JobHook:
             decompress_seconds=profile.decompress_seconds,
             longest_wait_seconds=profile.longest_wait_seconds,
         )
+
+    def _count(self, steps: int) -> None:
+        self.state.end_step()
+        self._steps, self._all_left = steps, False
 
 
 def make_hook(table: DataParallel, plan: Plan, parameters: Parameters, offered: Offered) -> JobHook:

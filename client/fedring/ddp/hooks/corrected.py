@@ -3,7 +3,7 @@
 They remember the part of each tensor that messages left out.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 import torch
@@ -58,15 +58,15 @@ class CorrectedState(HookState):
         parts = zip(grads.names, grads.flat(), strict=True)
         return [target_of(grad, self._kept(name, grad), self.feedback) for name, grad in parts]
 
-    def settle(self, grads: Gradients, targets: Iterable[Tensor], sent: Iterable[Tensor]) -> None:
+    def settle(self, names: Sequence[str], targets: Iterable[Tensor], sent: Iterable[Tensor]) -> None:
         """Keep the parts of the targets that were not sent.
 
         Args:
-            grads: The tensors.
+            names: The names of the tensors.
             targets: The values to send of each, [n] float32; their memory may be reused.
             sent: The values of each that count as sent by this worker, [n] float32.
         """
-        for name, target, part in zip(grads.names, targets, sent, strict=True):
+        for name, target, part in zip(names, targets, sent, strict=True):
             settle(self.kept[name], target, part, self.feedback)
 
     def store(self, grads: Gradients, means: Iterable[Tensor]) -> Tensor:

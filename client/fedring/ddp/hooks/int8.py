@@ -56,6 +56,8 @@ class Int8State(CorrectedState):
 
     def steps(self, grads: Gradients) -> Steps:
         """See CorrectedState.steps."""
+        if not grads.buffer.numel():  # parameters without entries
+            return grads.buffer
         group, targets = self.group, self.targets(grads)
         world, rank, sizes = group.size(), group.rank(), grads.sizes()
         levels, scales = quantise(_shares(targets, world, self.chunk))
@@ -67,7 +69,7 @@ class Int8State(CorrectedState):
         mean = dequantise(*_unpack(arriving, self.chunk)).mean(dim=0)
         levels, scales = quantise(mean)
         sent[rank] -= world * (mean - dequantise(levels, scales))
-        self.settle(grads, targets, _tensors(sent, sizes))
+        self.settle(grads.names, targets, _tensors(sent, sizes))
         leaving = _pack(levels.unsqueeze(0), scales.unsqueeze(0))
         everyone = torch.empty(world, leaving.numel(), dtype=torch.uint8, device=leaving.device)
         work = dist.all_gather(list(everyone), leaving.view(-1), group=group, async_op=True)

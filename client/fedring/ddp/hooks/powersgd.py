@@ -8,7 +8,7 @@ out; and a step with NaN or infinity leaves the memory as it was.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
 
@@ -98,7 +98,10 @@ def _by_tensor(state: PowerSGDState, grads: Gradients) -> Steps:
     means = yield from mean([*(flat[i] for i in whole), *(batch.left for batch in batches)], state.group, dtype)
     for i, result in zip(whole, means[: len(whole)], strict=True):
         flat[i].copy_(result)
+    names = tuple(grads.names)
+    state.pending[names] = lambda shared: _settle_with(state, batches, shared)
     yield from _factor(state, batches, means[len(whole) :], dtype)
+    del state.pending[names]
     # A gradient with NaN or infinity reaches every worker through the mean, so that all skip the same step. In the
     # memory it would spoil all later steps.
     finite = all(bool(batch.right.isfinite().all()) for batch in batches)
@@ -119,6 +122,8 @@ def _as_square(state: PowerSGDState, grads: Gradients) -> Steps:
 
     Tensors have their places by the order of their names, since DDP changes the order in buckets after the first step.
     """
+    if not grads.buffer.numel():  # parameters without entries
+        return grads.buffer
     flat = dict(zip(grads.names, grads.flat(), strict=True))
     tensors = {name: flat[name] for name in sorted(flat)}
     names, sizes = list(tensors), [tensor.numel() for tensor in tensors.values()]
@@ -208,6 +213,16 @@ def _factor(state: PowerSGDState, batches: Sequence[_Batch], lefts: Sequence[Ten
     for batch, right in zip(batches, rights, strict=True):
         batch.right = right.to(batch.matrices.dtype)
     return torch.empty(0)
+
+
+def _settle_with(state: PowerSGDState, batches: Sequence[_Batch], shared: Mapping[str, Tensor]) -> None:
+    """Keep the errors of a step whose right factors another worker tells."""
+    for batch in batches:
+        for name, matrix, left in zip(batch.keys, batch.matrices, batch.left, strict=True):
+            right = state.factor_in(shared, name)
+            sent = None if right is None else left @ right.to(left).T
+            if sent is not None and bool(sent.isfinite().all()):
+                state.keep_error(name, matrix.reshape(-1), sent.reshape(-1))
 
 
 def _remember(state: PowerSGDState, batches: Sequence[_Batch]) -> None:

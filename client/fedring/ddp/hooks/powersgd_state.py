@@ -1,7 +1,7 @@
 """The state of PowerSGD: options, errors and factors."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 from zlib import crc32
 
@@ -101,7 +101,7 @@ class PowerSGDState(HookState):
             rate, before, after = self.compression_stats()
             log.info("PowerSGD at step %d: %d entries sent as %d, rate %.1f", self.iter, before, after, rate)
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
-        if self.compresses:
+        if self.compresses and self.total_numel_before_compression:
             self.ratio = self.total_numel_after_compression / self.total_numel_before_compression
         self.rng.set_state(self._drawing.get_state(legacy=False))
         self.iter += 1
@@ -172,6 +172,13 @@ class PowerSGDState(HookState):
             self.q_memory_dict[key] = factor
         else:
             self.q_memory_dict.pop(key, None)
+
+    def factor_in(self, shared: Mapping[str, Tensor], name: str) -> Tensor | None:
+        """Return a right factor [columns, rank] in the result of `shared`.
+
+        It is None if factors are not kept from step to step.
+        """
+        return shared.get(_FACTOR + name)
 
     def owed(self) -> dict[str, Tensor]:
         """See HookState.owed: the errors."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from fedring.c10d import GradBucket
-from fedring.codec.gradient import Part, decode_gradient, encode_gradient, largest_message
+from fedring.codec.gradient import Entries, Part, decode_gradient, encode_gradient, largest_message
 from fedring.codec.precision import Precision, to_words
 from fedring.compress.correction import Feedback
 from fedring.compress.dgc import DGC, kept_count
@@ -61,16 +61,21 @@ class TopKState(CorrectedState):
         payload = encode_gradient(parts, sizes=sizes)
         limit = largest_message(list(zip(sizes, counts, strict=True)), self.precision)
         future = exchange(group, payload, limit=limit)
+        names = tuple(grads.names)
+        self.pending[names] = lambda _: self._settle_own(names, targets, decode_gradient(payload, sizes=sizes))
         messages: Sequence[memoryview] = yield Collective(future, len(payload) * (group.size() - 1))
         decoded = [decode_gradient(message, sizes=sizes) for message in messages]
-        mine = decoded[group.rank()]
-        sent = [add_entries([part], torch.zeros_like(target)) for part, target in zip(mine, targets, strict=True)]
-        self.settle(grads, targets, sent)
+        del self.pending[names]
+        self._settle_own(names, targets, decoded[group.rank()])
         sums = [
             add_entries(parts, torch.zeros_like(target))
             for parts, target in zip(zip(*decoded, strict=True), targets, strict=True)
         ]
         return self.store(grads, [total.div_(len(decoded)) for total in sums])
+
+    def _settle_own(self, names: Sequence[str], targets: Sequence[Tensor], parts: Sequence[Entries]) -> None:
+        sent = [add_entries([part], torch.zeros_like(target)) for part, target in zip(parts, targets, strict=True)]
+        self.settle(names, targets, sent)
 
     def _part(self, target: Tensor, count: int | None) -> Part:
         if count is None:
