@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedring.client.transfer.spool import Spool
 from fedring.daemon.crash import DELIVERING
 from fedring.v1 import federation_pb2 as fed
 from tests.damage import ask
@@ -130,13 +131,16 @@ def test_no_residual_is_lost_or_sent_twice_when_a_client_is_killed(
 
 
 def spool_abandoned_update(fleet: OneClientFleet) -> bytes:
-    """Kill the client with an update in its spool, and stop that round; return the spool's file."""
+    """Kill the client as it begins to send its update, and stop that round; return the spool's file."""
     fleet.finish_job(fleet.start_round())
     fleet.wait_until_known()
     job_id = fleet.crash("client_update_spooled")
     with Control(fleet.control) as control:
         control.stop_job(job_id)
         wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
+    spooled = Spool(fleet.folder, "client-0").pending()
+    assert spooled is not None
+    spooled.leaves()
     return (fleet.folder / "update").read_bytes()
 
 

@@ -76,7 +76,7 @@ class Consent:
         self._site = {"code": self._code.facts, "own": {key: name for key, name in own.items() if name}}
         self.card = ""
         self._path = state_dir / FILE
-        # By job, the card that it waits for; None = it waits until fl-client is started with the code of now.
+        # By job, the card that it waits for; None = it waits while the installed code is not that of the start.
         self._waiting: dict[_Job, Card | None] = {**self._kept()} if approval.mode == "cards" else {}
 
     def refusal(self, command: pb.TrainCmd) -> Refusal | None:
@@ -176,11 +176,12 @@ class Consent:
             session: As the server has opened it.
             refused: A job whose refusal the server is being told: it has waited then, whatever was decided since.
         """
-        found = []
-        for (run_id, epoch, job_id), card in list(self._waiting.items()):
+        found, waiting = [], list(self._waiting.items())
+        edited = any(card is None for _, card in waiting) and self._code.changed()  # one look at all files is enough
+        for (run_id, epoch, job_id), card in waiting:
             if run_id != session.run_id or (session.HasField("epoch") and session.epoch != epoch):
                 continue
-            if job_id == refused or card is None or self._refusal(card):
+            if job_id == refused or (self._refusal(card) if card else edited):
                 found.append(job_id)
         return found
 

@@ -2,8 +2,8 @@
 
 It outlives the process.
 
-    update                  magic "SP" | version u8 | 0 | length u32 | UpdateOffer | payload; there is no update if the
-                            first eight bytes are zeros or the file is empty
+    update                  magic "SP" | version u8 | unsent u8 | length u32 | UpdateOffer | payload; there is no update
+                            if the first eight bytes are zeros or the file is empty; unsent is 1 until any of it leaves
     update.payload          the payload, if the version is 5: an update of many workers, put together on the disk
     accepted                the newest accepted update and its line of models, if there are several lines
     update.left             what the update leaves, if it leaves anything (fedring.client.transfer.kept)
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 _PREFIX = struct.Struct("<2sBBI")
 _MAGIC, _VERSION, _APART = b"SP", 4, 5
 _NONE = bytes(_PREFIX.size)
+_UNSENT_AT = 3  # the place of that byte
 _NO_AUDIT = AuditTable.model_validate({})
 _KEPT = ("kept-*", "update", "update.*", "checkpoints", "accepted")
 _MOST_NOTE = 1000  # characters
@@ -59,6 +60,19 @@ class Spooled:
         bytes | memoryview
     ] = ()  # the payload, in order, if this process made it; else it is read from disk
     made_here: bool = False  # whether this process made it
+    unsent: Path | None = None  # the spool's file, if nothing of the update has left; None = some of it may have
+
+    def leaves(self) -> None:
+        """Note that some of the update is about to leave.
+
+        A client that is killed then asks the server about it.
+        """
+        # If the note fails, the server still names the update in its answer to Join.
+        with contextlib.suppress(OSError):
+            if self.unsent is not None:
+                with self.unsent.open("r+b", buffering=0) as file:
+                    file.seek(_UNSENT_AT)
+                    file.write(bytes(1))
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Callable[[int, int], bytes | memoryview]]:
@@ -155,18 +169,18 @@ class Spool:
                 prefix = file.read(_PREFIX.size)
                 if not any(prefix):
                     return None
-                magic, version, zero, length = _PREFIX.unpack(prefix)
-                if zero or magic != _MAGIC or version not in (_VERSION, _APART):
+                magic, version, unsent, length = _PREFIX.unpack(prefix)
+                if unsent > 1 or magic != _MAGIC or version not in (_VERSION, _APART):
                     raise struct.error
                 offer = pb.UpdateOffer.FromString(file.read(length))
                 if not _name_matches(offer):  # The server could not be asked about it.
                     raise struct.error
-                header = pb.UpdateHeader.FromString(offer.header)
+                header, file_of = pb.UpdateHeader.FromString(offer.header), self._update_file if unsent else None
                 if version == _APART and self._payload_file.stat().st_size == header.total_bytes:
-                    return Spooled(offer, header, self._payload_file, 0)
+                    return Spooled(offer, header, self._payload_file, 0, unsent=file_of)
                 start = _PREFIX.size + length
                 if version != _APART and start + header.total_bytes == os.fstat(file.fileno()).st_size:
-                    return Spooled(offer, header, self._update_file, start)
+                    return Spooled(offer, header, self._update_file, start, unsent=file_of)
         except FileNotFoundError:
             return None
         except (OSError, struct.error, DecodeError):
@@ -205,7 +219,7 @@ class Spool:
             crashpoint("client_left_spooled")
         self._empty = False
         head = offer.SerializeToString()
-        prefix = _PREFIX.pack(_MAGIC, version, 0, len(head))
+        prefix = _PREFIX.pack(_MAGIC, version, 1, len(head))
         fd = private_opener(str(self._update_file), os.O_WRONLY | os.O_CREAT)
         try:
             _write_all(fd, [_NONE, head, *parts])
@@ -217,7 +231,7 @@ class Spool:
             os.close(fd)
         crashpoint("client_update_spooled")
         start = len(prefix) + len(head)
-        return Spooled(offer, header, self._update_file, start, parts, made_here=True)
+        return Spooled(offer, header, self._update_file, start, parts, made_here=True, unsent=self._update_file)
 
     def adopt(self, offer: pb.UpdateOffer, payload: Path) -> Spooled:
         """Adopt an update whose payload is a file already.

@@ -78,7 +78,7 @@ class Upload:
         self._spooled = spooled
         self._ended = ended
         self._tell = tell
-        self._has_left = not spooled.made_here  # whether any of it may have
+        self._has_left = spooled.unsent is None  # whether any of it may have
 
     async def run(self, deadline: float) -> None:
         """Send the update until the server has accepted it.
@@ -129,6 +129,8 @@ class Upload:
         return UpdateRefused(reason, detail)
 
     def _leaves(self) -> None:
+        if not self._has_left:
+            self._spooled.leaves()
         self._has_left = True
 
     def _heard(self, accepted: pb.Accepted) -> None:

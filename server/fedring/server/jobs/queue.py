@@ -168,8 +168,10 @@ class Jobs:
     async def _end(self, job_id: int, state: str, reason: str) -> JobRow:
         """Note how a job has ended, and return it.
 
-        It was stopped if an operator was told so, also while it made its last model.
+        It was stopped if an operator was told so, also while it made its last model, or while the disk refused that.
         """
+        if job_id in self._stopped:
+            state, reason = "stopped", ""
         ended = await self._facts.db(self._kept.set_state, job_id, state, reason)
         await self._facts.db(self._facts.store.rounds.end_orphans, job_id)
         return ended

@@ -66,6 +66,8 @@ class JobRunner:
             return await self._run_rounds(job, stopped)
         except _JobFault as fault:
             return "failed", str(fault)
+        finally:
+            self._opener.close(row.job_id)
 
     async def wind_up(self, row: JobRow, state: str, reason: str) -> tuple[str, str]:
         """Judge the evaluations of a job, and delete old models.

@@ -64,6 +64,13 @@ class RoundOpener:
         """
         return await self._privacy.spent(job.row.job_id, job.spec, self._rounds.all_resumed)
 
+    def close(self, job_id: int) -> None:
+        """Note that a job opens no more rounds.
+
+        One may have failed after its cost was reserved.
+        """
+        self._privacy.release(job_id)
+
     async def open(self, job: RunningJob, job_round: int, base: ModelRow) -> OpenRound:
         """Open the next round of a job, from the model `base`.
 

@@ -110,6 +110,26 @@ def test_a_job_waits_for_a_client_whose_installed_code_has_changed(
         assert report(server, failed=False).unapproved_jobs == [7]
 
 
+def test_a_job_waits_no_longer_once_the_changed_code_is_put_back(
+    server: "ScriptedServer", settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by an installer that replaces files by the same ones: the client refuses no other job then."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (code := tmp_path / "site_module.py").write_text("VALUE = 1\n")
+    command, trusted = server.command(nn.Linear(2, 2), job=pb.JobSpec(mode="federated", job_id=7)), ["site_module"]
+    Consent(Approval.model_validate({"mode": "cards"}), settings["state_dir"], trusted, {}).refusal(command)
+    decide(settings["state_dir"], approved=True)
+    with asking({**settings, "trusted": trusted}):
+        server.joins.get(timeout=SECONDS)
+        code.unlink()
+        server.train(command)
+        assert report(server, failed=True).unapproved_jobs == [7]
+        code.write_text("VALUE = 1\n")
+        deadline = time.monotonic() + SECONDS
+        while report(server, failed=False).unapproved_jobs:  # one may be on its way
+            assert time.monotonic() < deadline
+
+
 @pytest.mark.parametrize("begun", [False, True], ids=["before it is sent", "between two tries"])
 def test_no_update_leaves_after_the_approval_was_revoked(
     server: "ScriptedServer", settings: dict[str, Any], begun: bool

@@ -1,5 +1,6 @@
 """What a client does with an update that it finds in the spool: it sends it, asks about it, or keeps it."""
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +66,7 @@ def spool(tmp_path: Path) -> Spool:
     folder.mkdir()
     before = Spool(folder, "alice")
     before.accept(write(before, OLD, round=6))
-    write(before, NEW)
+    write(before, NEW).leaves()
     return Spool(folder, "alice")
 
 
@@ -110,6 +111,38 @@ def test_a_spooled_update_that_may_not_be_sent_any_more_is_dropped(
     assert not delivery.settle(assignment(), send=False)
     assert server.accepted.empty()
     assert_gone(spool, OLD)
+
+
+@pytest.mark.parametrize("round_", [7, 8])
+def test_nobody_hears_of_an_update_that_may_not_be_sent_any_more_and_of_which_nothing_has_left(
+    server: "ScriptedServer", link: ServerLink, tmp_path: Path, round_: int
+) -> None:
+    """To ask about it would tell what its header says of the training."""
+    before = Spool(tmp_path, "alice")
+    before.accept(write(before, OLD, round=6))
+    write(before, NEW)  # and is killed
+    spool = Spool(tmp_path, "alice")
+    assert not Delivery(link, spool).settle(assignment(round=round_), send=False)
+    assert server.offers.empty()
+    assert_gone(spool, OLD)
+
+
+def test_a_client_that_is_killed_after_its_update_has_begun_to_leave_asks_about_it(
+    server: "ScriptedServer", link: ServerLink, tmp_path: Path
+) -> None:
+    (folder := tmp_path / "spool").mkdir()
+
+    def kill(header: pb.UpdateHeader) -> None:
+        shutil.copytree(folder, tmp_path / "killed")  # so the server hears of it, and the client does not learn that
+
+    before, server.on_header = Spool(folder, "alice"), kill
+    Delivery(link, before).send(write(before, NEW), assignment())
+    server.on_header = lambda header: None
+    link.connection.last_accepted = pb.LastAccepted()
+    spool = Spool(tmp_path / "killed", "alice")
+    assert not Delivery(link, spool).settle(assignment(round=8), send=False)
+    assert server.offers.qsize() == 2
+    assert_gone(spool, NEW)
 
 
 @pytest.mark.parametrize("epoch", [1, 2])

@@ -74,6 +74,14 @@ async def until_training(host: Host, number: int) -> None:
                 break
 
 
+async def until_waiting(host: Host) -> None:
+    """Wait until a round says for whom it waits."""
+    async with asyncio.timeout(60):
+        async for event in each_event(host.journal, 1):
+            if event.kind == "round_waits":
+                break
+
+
 async def begin(host: Host, *names: str, **keys: Any) -> tuple[int, dict[str, Session], dict[str, pb.TrainCmd]]:
     job, _ = await host.jobs.start(buffered(**keys), "")
     sessions = {name: host.join(name) for name in names}
@@ -411,27 +419,42 @@ async def test_a_client_that_failed_is_not_told_its_command_again_after_a_restar
         assert not await host.offer(host.update(command, "a"))
 
 
-async def test_a_command_that_a_site_has_refused_is_over_after_a_restart_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("waits", [True, False], ids=["while the next round waits", "before there is one"])
+async def test_a_command_that_a_site_has_refused_is_over_after_a_restart_too(tmp_path: Path, waits: bool) -> None:
     """The next round waits for people at sites then, and not for clients that go on."""
     async with running(tmp_path) as host:
         job_id, sessions, told = await begin(host, "a", "b", concurrency=2)
+        host.gate.close("" if waits else "rounds.create")
         for name, session in sessions.items():
             session.report(pb.WatchRequest(unapproved_jobs=[job_id]))
             host.rounds.works(session)
             host.parts.reports.failed(name, pb.Failure(round=told[name].round, reason="not_approved", detail="x"))
-        async with asyncio.timeout(60):
-            async for event in each_event(host.journal, 1):
-                if event.kind == "round_waits":
-                    break
+        await (until_waiting(host) if waits else host.gate.reached())
     async with running(tmp_path) as host:
         first = host.join("a")
-        async with asyncio.timeout(60):
-            async for event in each_event(host.journal, 1):
-                if event.kind == "round_waits":
-                    break
+        await until_waiting(host)
         assert (host.round.phase, first.outbox.empty()) == (Phase.WAITING, True)
         commands = {name: await host.command(session) for name, session in (("b", host.join("b")), ("a", first))}
         assert {command.round for command in commands.values()} == {told["a"].round + 1}
+
+
+async def test_a_command_whose_client_failed_between_two_rounds_is_over_after_a_restart_too(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        _, sessions, told = await begin(host, "a", "b", "slow")
+        host.gate.close("rounds.create")
+        for name in ("a", "b"):
+            await host.push(sessions[name], told[name], ONES)
+        await host.gate.reached()
+        host.parts.reports.failed("slow", pb.Failure(round=told["slow"].round, reason="out_of_memory", detail="x"))
+        for name, session in sessions.items():
+            host.sessions.drop(session)
+            host.rounds.presence(Left(name))
+        host.gate.open()
+        await until_waiting(host)
+    async with running(tmp_path) as host:
+        slow = host.join("slow")
+        await until_waiting(host)
+        assert (host.round.phase, slow.outbox.empty()) == (Phase.WAITING, True)
 
 
 async def test_the_round_of_an_outstanding_command_is_kept(tmp_path: Path) -> None:
@@ -505,6 +528,24 @@ async def test_a_kill_between_a_command_and_its_rounds_row_leaves_the_client_fre
         assert not (await host.push(late, command, ONES)).accepted.already
         model = await model_of(host, command.round)
         assert len(await host.facts.db(host.store.updates.of_round, model.round)) == 2
+
+
+async def test_after_a_kill_between_a_command_and_its_rounds_row_the_next_round_takes_it_for_none(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as host:
+        _, sessions, told = await begin(host, "a", "b", concurrency=2, buffer=2)
+        await host.push(sessions["a"], told["a"], ONES)
+        await host.command(host.join("late"))
+    write(tmp_path, """UPDATE rounds SET selected = '["a","b"]' WHERE ended_at IS NULL""")
+    async with running(tmp_path) as host:
+        session = host.join("b")
+        await host.push(session, await host.command(session), ONES)
+        await until_waiting(host)
+    async with running(tmp_path) as host:
+        late = host.join("late")
+        await until_waiting(host)
+        assert (host.round.phase, late.outbox.empty()) == (Phase.WAITING, True)
 
 
 async def test_a_kill_between_the_first_commands_and_their_rounds_row_leaves_the_clients_free(

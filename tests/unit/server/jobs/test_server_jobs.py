@@ -24,6 +24,7 @@ from fedring.server.state.failures import FsyncFailed, StorageFailed, StoreError
 from fedring.server.state.rows import JobRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.jobs import JobStore
+from fedring.server.state.sql.models import ModelStore
 from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.transactions import Database
 from fedring.train.jobs.job import Job
@@ -130,6 +131,36 @@ async def test_a_queued_job_stays_in_the_queue_if_the_disk_refuses_its_stop(
         assert await host.ended(first.job_id) == "completed"
         await host.offer(host.update(await host.command(session), "a"))
         assert await host.ended(second.job_id) == "completed"
+
+
+async def test_a_job_whose_stop_the_disk_refuses_ends_as_stopped_though_its_last_model_is_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator was told so."""
+    publish = ModelStore.publish
+
+    def slow(*args: Any) -> None:
+        host.gate.pass_("publish")
+        publish(*args)
+
+    def refuse(self: JobStore, job_id: int) -> bool:
+        raise StorageFailed("disk_full", "no space left on device")
+
+    async with running(tmp_path) as host:
+        session = host.join("a")
+        job, _ = await host.jobs.start(spec(), "")
+        command = await host.command(session)
+        monkeypatch.setattr(ModelStore, "publish", slow)
+        monkeypatch.setattr(JobStore, "stop", refuse)
+        host.gate.close("publish")
+        await host.offer(host.update(command, "a"))
+        await host.gate.reached()
+        async with host.mending():
+            stop = asyncio.create_task(host.jobs.stop(job.job_id))
+            await asyncio.sleep(0)  # it has asked the store, which is busy
+            host.gate.open()
+            assert await stop == (job.job_id, 0)
+            assert await host.ended(job.job_id) == "stopped"
 
 
 async def test_a_job_that_has_just_ended_is_not_stopped_any_more(

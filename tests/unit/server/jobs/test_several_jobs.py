@@ -386,6 +386,24 @@ async def test_two_jobs_with_noise_do_not_spend_the_same_rest_of_a_budget(tmp_pa
         assert len(sessions) == 4
 
 
+async def test_a_job_that_cannot_open_its_round_gives_back_what_was_reserved_for_it(tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting")
+    noise = {"clip": 1.0, "noise_multiplier": 4.0, "adaptive": False, "delta": 1e-5}
+    noise["max_epsilon"] = 1.2 * epsilon([4.0], 1e-5)
+    keys: dict[str, Any] = {"min_clients": 2, "min_clients_to_aggregate": 2, "weights": "uniform", "dp": noise}
+    async with running(tmp_path, max_running_jobs=2) as host:
+        sessions = [host.join(name) for name in ("a", "b")]
+        unable, _ = await host.jobs.start(
+            named("unable", evaluate_on_server=True, data="no_module:samples", **keys), ""
+        )
+        assert await host.ended(unable.job_id) == "failed"
+        assert await host.facts.db(host.store.rounds.newest) == []
+        able, _ = await host.jobs.start(named("able", **keys), "")
+        for session in sessions:
+            await host.offer(host.update(await host.command(session), session.client_id))
+        assert await host.ended(able.job_id) == "completed"
+
+
 async def test_after_a_restart_no_budget_is_spent_before_an_asynchronous_round_goes_on(tmp_path: Path) -> None:
     """Its clients still work on commands of it, as they do on those of rounds that have ended and cost nothing more."""
     pytest.importorskip("dp_accounting")
