@@ -68,11 +68,11 @@ class Spooled:
         A client that is killed then asks the server about it.
         """
         # If the note fails, the server still names the update in its answer to Join.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             if self.unsent is not None:
-                with self.unsent.open("r+b", buffering=0) as file:
-                    file.seek(_UNSENT_AT)
-                    file.write(bytes(1))
+                fd = os.open(self.unsent, os.O_WRONLY)
+                stack.callback(os.close, fd)
+                os.pwrite(fd, bytes(1), _UNSENT_AT)
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Callable[[int, int], bytes | memoryview]]:

@@ -112,7 +112,7 @@ class AsynchronousRound(RoundKind):
         open_.carried = frozenset(client for told in carried for client in told.outstanding)
         open_.absent = {name: member for told in carried for name, member in told.absent.items()}
         # A restart while the round waits would take the others for clients that go on.
-        await self._facts.db(self._facts.store.commands.keep, job_id, self.going_on)
+        await self._facts.db(self._facts.store.commands.give, job_id, (), self.going_on)
 
     async def _load(self) -> None:
         """Read the commands of before a restart.

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from sqlalchemy import Delete, delete, select
+from sqlalchemy import delete, select
 
 from fedring.daemon.crash import crashpoint
 from fedring.server.state.rows import CommandRow
@@ -26,17 +26,13 @@ class CommandStore:
             rows: The new commands; there may be none.
             going_on: The clients that still work on older ones.
         """
+        over = (commands.c.job_id == job_id) & commands.c.client_id.not_in(sorted(going_on))
         with self._database.transaction() as connection:
-            connection.execute(_over(job_id, going_on))
+            connection.execute(delete(commands).where(over))
             if rows:
                 sealed.add(connection, *rows)
             crashpoint("before_commands_commit")
         crashpoint("after_commands_commit")
-
-    def keep(self, job_id: int, going_on: Collection[str]) -> None:
-        """Forget a job's commands, except for those of these clients."""
-        with self._database.transaction() as connection:
-            connection.execute(_over(job_id, going_on))
 
     def of_job(self, job_id: int) -> list[CommandRow]:
         """Return the commands of a job, in client-id order."""
@@ -59,7 +55,3 @@ class CommandStore:
         mine = (commands.c.job_id == job_id) & commands.c.client_id.in_(sorted(clients))
         with self._database.transaction() as connection:
             connection.execute(delete(commands).where(mine))
-
-
-def _over(job_id: int, going_on: Collection[str]) -> Delete:
-    return delete(commands).where(commands.c.job_id == job_id, commands.c.client_id.not_in(sorted(going_on)))
