@@ -1,6 +1,6 @@
 """Put faults into the source, one at a time, and check that the tests of the file named for each one notice it.
 
-    python -m tests.mutants                  all of them, a few seconds each
+    python -m tests.mutants                  all of them, about a minute each
     python -m tests.mutants grace lock       some of them
     python -m tests.mutants --tree DIR       on another checkout, such as an older version, with that one's tests
 

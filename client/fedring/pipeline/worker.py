@@ -1,8 +1,6 @@
 """Workers of a pipeline, each with its part of a schedule.
 
 A `LocalPipeline` has all of its workers in one process.
-
-A `LocalPipeline` has all of its workers in one process.
 """
 
 import time

@@ -31,8 +31,6 @@ def agree(steps: Sequence[int], *, live: int | None, most: int) -> Resumption | 
 
     Every worker of the default group must call this.
 
-    Every worker of the group must call this.
-
     Args:
         steps: The steps of this worker's checkpoints.
         live: The steps of the job's state that this worker has in memory; None if it has none.

@@ -65,8 +65,6 @@ class Layout:
         """The ranks that hold the whole update after a round.
 
         There are two, so that one of them may be lost.
-
-        There are two, so that one of them may be lost.
         """
         return list(range(min(2, self.width * self.pipelines)))
 

@@ -225,8 +225,6 @@ def pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield the values of a tensor in pieces of some MiB.
 
     Each piece is on the CPU, [n] of `dtype`; pieces are in order.
-
-    Each piece is on the CPU, [n] of `dtype`.
     """
     for piece in torch.split(tensor.detach().reshape(-1), PIECE):
         yield piece.to("cpu", dtype).contiguous()
