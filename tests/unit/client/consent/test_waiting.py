@@ -92,17 +92,32 @@ def test_a_job_waits_at_the_state_of_the_server_that_has_asked(
         assert report(server, failed=False).unapproved_jobs == jobs
 
 
-def test_a_job_waits_for_a_client_whose_installed_code_has_changed(
-    server: "ScriptedServer", settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It refuses all rounds until it is started again, so the server must not ask it for them one after the other."""
-    monkeypatch.syspath_prepend(tmp_path)
-    (code := tmp_path / "site_module.py").write_text("VALUE = 1\n")
-    command, trusted = server.command(nn.Linear(2, 2), job=pb.JobSpec(mode="federated", job_id=7)), ["site_module"]
+@contextmanager
+def asking_with_code_of_its_own(
+    server: "ScriptedServer", settings: dict[str, Any], code: Path
+) -> Iterator[pb.TrainCmd]:
+    """Run such a client that trusts a module, and whose site has approved job 7; yield a command of it."""
+    code.write_text("VALUE = 1\n")
+    command, trusted = server.command(nn.Linear(2, 2), job=pb.JobSpec(mode="federated", job_id=7)), [code.stem]
     Consent(Approval.model_validate({"mode": "cards"}), settings["state_dir"], trusted, {}).refusal(command)
     decide(settings["state_dir"], approved=True)
     with asking({**settings, "trusted": trusted}):
         server.joins.get(timeout=SECONDS)
+        yield command
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return where to write a module that can be imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "site_module.py"
+
+
+def test_a_job_waits_for_a_client_whose_installed_code_has_changed(
+    server: "ScriptedServer", settings: dict[str, Any], code: Path
+) -> None:
+    """It refuses all rounds until it is started again, so the server must not ask it for them one after the other."""
+    with asking_with_code_of_its_own(server, settings, code) as command:
         code.write_text("VALUE = 2\n")
         server.train(command)
         told = report(server, failed=True)
@@ -111,16 +126,10 @@ def test_a_job_waits_for_a_client_whose_installed_code_has_changed(
 
 
 def test_a_job_waits_no_longer_once_the_changed_code_is_put_back(
-    server: "ScriptedServer", settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: "ScriptedServer", settings: dict[str, Any], code: Path
 ) -> None:
     """As by an installer that replaces files by the same ones: the client refuses no other job then."""
-    monkeypatch.syspath_prepend(tmp_path)
-    (code := tmp_path / "site_module.py").write_text("VALUE = 1\n")
-    command, trusted = server.command(nn.Linear(2, 2), job=pb.JobSpec(mode="federated", job_id=7)), ["site_module"]
-    Consent(Approval.model_validate({"mode": "cards"}), settings["state_dir"], trusted, {}).refusal(command)
-    decide(settings["state_dir"], approved=True)
-    with asking({**settings, "trusted": trusted}):
-        server.joins.get(timeout=SECONDS)
+    with asking_with_code_of_its_own(server, settings, code) as command:
         code.unlink()
         server.train(command)
         assert report(server, failed=True).unapproved_jobs == [7]

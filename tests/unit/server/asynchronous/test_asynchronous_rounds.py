@@ -516,12 +516,17 @@ async def test_a_fast_client_has_at_most_one_update_in_a_buffer(host: Host) -> N
     assert len(rows) == 8
 
 
-async def test_a_kill_between_a_command_and_its_rounds_row_leaves_the_client_free(tmp_path: Path) -> None:
-    async with running(tmp_path) as host:
+async def kill_between_a_command_and_its_rounds_row(folder: Path) -> None:
+    """Leave a state in which `late` has a command of a round that does not name it."""
+    async with running(folder) as host:
         _, sessions, told = await begin(host, "a", "b", concurrency=2, buffer=2)
         await host.push(sessions["a"], told["a"], ONES)
         await host.command(host.join("late"))
-    write(tmp_path, """UPDATE rounds SET selected = '["a","b"]' WHERE ended_at IS NULL""")
+    write(folder, """UPDATE rounds SET selected = '["a","b"]' WHERE ended_at IS NULL""")
+
+
+async def test_a_kill_between_a_command_and_its_rounds_row_leaves_the_client_free(tmp_path: Path) -> None:
+    await kill_between_a_command_and_its_rounds_row(tmp_path)
     async with running(tmp_path) as host:
         late = host.join("late")
         command = await host.command(late)
@@ -533,11 +538,7 @@ async def test_a_kill_between_a_command_and_its_rounds_row_leaves_the_client_fre
 async def test_after_a_kill_between_a_command_and_its_rounds_row_the_next_round_takes_it_for_none(
     tmp_path: Path,
 ) -> None:
-    async with running(tmp_path) as host:
-        _, sessions, told = await begin(host, "a", "b", concurrency=2, buffer=2)
-        await host.push(sessions["a"], told["a"], ONES)
-        await host.command(host.join("late"))
-    write(tmp_path, """UPDATE rounds SET selected = '["a","b"]' WHERE ended_at IS NULL""")
+    await kill_between_a_command_and_its_rounds_row(tmp_path)
     async with running(tmp_path) as host:
         session = host.join("b")
         await host.push(session, await host.command(session), ONES)
