@@ -64,8 +64,8 @@ def make_part(grad: Tensor, memory: Memory, step: DGCStep) -> Part:
         return Part(None, words)
     residual = accumulate(grad, memory, config)
     # Of a parameter that no worker has used, DistributedDataParallel would drop all that is sent.
-    rests = is_zero(grad)
-    indices = _none(residual) if rests else select(residual, count, config, step=step.step)
+    nothing = torch.empty(0, dtype=torch.int64, device=residual.device)
+    indices = nothing if is_zero(grad) else select(residual, count, config, step=step.step)
     words = to_words(residual[indices].cpu().numpy(), config.precision)
     forget(memory, indices, torch.tensor(words.values, device=residual.device), config)
     return Part(indices.cpu().numpy(), words)
@@ -105,8 +105,3 @@ def add_entries(messages: Sequence[Entries], total: Tensor) -> Tensor:
         else:  # positions are unique within a message, so nothing depends on the order of these additions
             total.index_add_(0, torch.from_numpy(entries.positions).to(total.device), values)
     return total
-
-
-def _none(values: Tensor) -> Tensor:
-    """Return no indices, on the device of `values`."""
-    return torch.empty(0, dtype=torch.int64, device=values.device)

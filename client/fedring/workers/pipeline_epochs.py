@@ -40,7 +40,7 @@ from fedring.train.batches import by_name, diverged, fetch, size_of
 from fedring.train.errors import TrainError
 from fedring.train.evaluation import Counts
 from fedring.train.jobs.hooks import choose_hook
-from fedring.train.jobs.pipeline_table import CREDITS, MAX_CELLS, Pipeline
+from fedring.train.jobs.pipeline_table import CREDITS, Pipeline
 from fedring.train.loop import Loss, OptimizerFactory, seeded
 from fedring.train.names.offered import Offered
 from fedring.train.plan import Plan
@@ -414,7 +414,7 @@ class PipelineTraining:
         The measured steps train like any other.
         """
         plan, unit = self.setup.plan, self.setup.table.unit
-        candidates = [unit * count for count in _CANDIDATES if 2 * unit * count <= plan.batch_size] or [unit]
+        candidates = _candidates(unit, plan.batch_size)
         steps = count_steps(len(order) - now.taken, self._place.size, plan.batch_size)
         candidates = candidates[: steps // _STEPS_PER_CANDIDATE]
         if not candidates:  # the epoch has too few steps to measure anything
@@ -425,6 +425,11 @@ class PipelineTraining:
         self.micro_batches = curve.best
         text = ", ".join(f"{point.micro_batches}: {1e3 * point.seconds:.1f} ms" for point in curve.points)
         log.info("%d micro-batches are the fastest of %s", curve.best, text, extra={"micro_batches": curve.best})
+
+
+def _candidates(unit: int, batch_size: int) -> list[int]:
+    """Return the numbers of micro-batches from which "auto" chooses."""
+    return [unit * count for count in _CANDIDATES if 2 * unit * count <= batch_size] or [unit]
 
 
 def _check_told(told: Sequence[int], table: Pipeline, batch_size: int, *, wanted: int) -> None:
@@ -441,13 +446,10 @@ def _check_told(told: Sequence[int], table: Pipeline, batch_size: int, *, wanted
     Raises:
         TrainError: With the reason bad_peer, if a number cannot be.
     """
-    fits = len(told) == wanted and 0 <= told[1] < 1 << _GROUP_BITS
-    if fits and table.micro_batches != "auto":
-        fits = told[0] == table.micro_batches
-    elif fits:  # 0 = the fastest number is not found yet
-        most = min(MAX_CELLS // max(table.stages, table.width), max(batch_size, table.unit))
-        fits = 0 <= told[0] <= most and not told[0] % table.unit
-    if not fits:
+    may_be = [table.micro_batches]
+    if table.micro_batches == "auto":
+        may_be = [0, *_candidates(table.unit, batch_size)]  # 0 = the fastest number is not found yet
+    if len(told) != wanted or told[0] not in may_be or not 0 <= told[1] < 1 << _GROUP_BITS:
         raise TrainError(
             "bad_peer",
             f"The worker of rank 0 tells its group {str(list(told))[:200]} as micro-batches, group and layers, which "

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedring.train.errors import SeamError, TrainError
 from fedring.train.tensors.state import dtype_of, tensors_of
 from fedring.untrusted import parse_json
-from fedring.workers.optimizer_groups import Groups, group_values, put_groups, read_groups
+from fedring.workers.optimizer_groups import Groups, group_values, is_plain, put_groups, read_groups
 
 State = dict[str, Any]  # an optimizer's state of one parameter
 _MAX_LAYOUT_BYTES = 64 << 20
@@ -116,8 +116,7 @@ def synchronize(replica: Replica) -> int:
             for tensor, value in zip(replica.tensors(), values, strict=True):
                 tensor.detach().copy_(value)
             replica.optimizer.state.update(states)
-            if groups:
-                put_groups(replica.optimizer, groups)
+            put_groups(replica.optimizer, groups)
             replica.progress = progress
     return source
 
@@ -244,7 +243,7 @@ def _layout(state: State) -> dict[str, dict[str, Any]]:
                 "dtype": str(value.dtype).removeprefix("torch."),
                 "cpu": value.device.type == "cpu",
             }
-        elif value is None or isinstance(value, bool | int | float | str):
+        elif is_plain(value):
             layout[key] = {"value": value}
         else:
             raise TrainError(

@@ -28,6 +28,7 @@ from torch import Tensor
 from fedring.daemon.crash import crashpoint
 from fedring.daemon.durable import delete, make_folder, sync
 from fedring.untrusted import parse_json
+from fedring.workers.optimizer_groups import is_plain
 from fedring.workers.replica import digest_of
 
 log = logging.getLogger(__name__)
@@ -223,7 +224,7 @@ def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {key: _encoded(inner, f"{path}/{key}" if path else key, tensors) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return ["list", *(_encoded(inner, f"{path}/{place}", tensors) for place, inner in enumerate(value))]
-    if value is None or isinstance(value, bool | int | float | str):
+    if is_plain(value):
         return value
     raise CannotKeep(f"{path} is a {type(value).__name__}, which is neither a tensor nor a plain value")
 

@@ -25,7 +25,7 @@ from fedring.train.tensors.skeleton import replace_tensors
 from fedring.train.tensors.state import schema_of, tensors_of
 from fedring.untrusted import parse_json
 from fedring.workers.cutting import cut_model
-from fedring.workers.optimizer_groups import Groups, group_values, put_groups, read_groups
+from fedring.workers.optimizer_groups import Groups, group_values, is_plain, put_groups, read_groups
 from fedring.workers.replica import Progress
 from fedring.workers.state_file import TensorFile, write_tensors
 
@@ -135,7 +135,7 @@ class StageState:
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     stored[f"{_OPTIMIZER}{key}/{name}"] = value
-                elif value is None or isinstance(value, bool | int | float | str):
+                elif is_plain(value):
                     plain.setdefault(name, {})[key] = value
                 else:
                     raise TrainError(
@@ -179,8 +179,7 @@ class StageState:
         # load_state_dict knows which entries belong on the device and which stay in the host's memory.
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": filled, "param_groups": groups})
-        if kept:
-            put_groups(self.optimizer, kept)
+        put_groups(self.optimizer, kept)
 
     def _trained(self) -> dict[str, Tensor]:
         """Return the parameters of the optimizer, by name in the model."""
@@ -211,7 +210,7 @@ def _plain(file: TensorFile, trained: Mapping[str, Tensor]) -> dict[str, dict[st
     try:
         for name, values in parse_json(file.metadata["plain"]).items():
             for key, value in values.items():
-                if not (value is None or isinstance(value, bool | int | float | str)):
+                if not is_plain(value):
                     raise ValueError(f"{key} is a {type(value).__name__}")
                 states[name][key] = value
     except (ValueError, KeyError, AttributeError, TypeError) as error:

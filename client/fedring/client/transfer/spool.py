@@ -67,12 +67,11 @@ class Spooled:
 
         A client that is killed then asks the server about it.
         """
+        if self.unsent is None:
+            return
         # If the note fails, the server still names the update in its answer to Join.
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            if self.unsent is not None:
-                fd = os.open(self.unsent, os.O_WRONLY)
-                stack.callback(os.close, fd)
-                os.pwrite(fd, bytes(1), _UNSENT_AT)
+        with contextlib.suppress(OSError), self.unsent.open("r+b") as file:
+            os.pwrite(file.fileno(), bytes(1), _UNSENT_AT)
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Callable[[int, int], bytes | memoryview]]:
