@@ -1,6 +1,7 @@
 """Many sessions, on fewer of them: the load generator's figures, places in a line, and clients that come and go."""
 
 import argparse
+import os
 import threading
 from pathlib import Path
 
@@ -57,3 +58,13 @@ def test_a_client_that_a_round_waits_for_is_let_in_however_many_are_here(tmp_pat
             assert [round_.delivered for round_ in rounds] == [3, 3]
         finally:
             hosts.stop()
+
+
+def test_threads_of_grpc_wait_for_their_turn_and_the_event_loop_does_not(tmp_path: Path) -> None:
+    with Fleet(tmp_path) as fleet, Control(fleet.control) as control:
+        control.clients()
+        threads = list(Path(f"/proc/{fleet.server.pid}/task").iterdir())
+        named = {int(each.name): (each / "comm").read_text().strip() for each in threads}
+        of_grpc = [thread for thread, name in named.items() if name == "event_engine"]
+        assert {os.sched_getscheduler(thread) for thread in of_grpc} == {os.SCHED_BATCH}
+        assert os.sched_getscheduler(fleet.server.pid) == os.SCHED_OTHER

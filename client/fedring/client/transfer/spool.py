@@ -70,8 +70,8 @@ class Spooled:
         if self.unsent is None:
             return
         # If the note fails, the server still names the update in its answer to Join.
-        with contextlib.suppress(OSError), self.unsent.open("r+b") as file:
-            os.pwrite(file.fileno(), bytes(1), _UNSENT_AT)
+        with contextlib.suppress(OSError):
+            _overwrite(self.unsent, bytes(1), _UNSENT_AT)
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Callable[[int, int], bytes | memoryview]]:
@@ -295,8 +295,8 @@ class Spool:
         """
         if self._empty:
             return
-        with contextlib.suppress(FileNotFoundError), self._update_file.open("r+b", buffering=0) as file:
-            file.write(_NONE)
+        with contextlib.suppress(FileNotFoundError):
+            _overwrite(self._update_file, _NONE, 0)
         if self._left:
             self.kept.drop()
         self._payload_file.unlink(missing_ok=True)
@@ -305,6 +305,15 @@ class Spool:
 
 def _name_matches(offer: pb.UpdateOffer) -> bool:
     return update_name(offer.header, offer.payload_digest) == offer.name
+
+
+def _overwrite(file: Path, data: bytes, at: int) -> None:
+    """Write some bytes into a file that is there."""
+    fd = os.open(file, os.O_WRONLY)
+    try:
+        os.pwrite(fd, data, at)
+    finally:
+        os.close(fd)
 
 
 def _write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:

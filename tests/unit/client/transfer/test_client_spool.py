@@ -179,13 +179,17 @@ def test_a_shorter_update_leaves_no_bytes_of_a_longer_one_before_it(tmp_path: Pa
 def test_after_a_write_that_was_interrupted_neither_the_new_nor_the_old_update_is_pending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def die(*args: object) -> None:
-        raise KeyboardInterrupt
+    pwrite = os.pwrite
+
+    def die(fd: int, data: bytes, offset: int) -> int:
+        if any(data):  # the last step of a write; the one before it is dropped by zeros
+            raise KeyboardInterrupt
+        return pwrite(fd, data, offset)
 
     spool = Spool(tmp_path, CLIENT)
     write(spool, 1.0)
     assert spool.size == (tmp_path / "update").stat().st_size
-    monkeypatch.setattr(os, "pwrite", die)  # the last step of a write
+    monkeypatch.setattr(os, "pwrite", die)
     with pytest.raises(KeyboardInterrupt):
         spool.write(offer_of(b"ABCDEF", round_=2), [b"ABC", b"DEF"], None)
     assert (Spool(tmp_path, CLIENT).pending(), spool.size) == (None, 0)
