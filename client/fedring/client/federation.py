@@ -309,11 +309,11 @@ class Federation:
         command, counts, why = order.command, Counts(), ""
         self._link.session.occupy(command.round, command.job.job_id)
         try:
-            if refused := self._refusal_to_evaluate(command):
-                self._note("refuses", command, reason=refused.reason, asked="evaluates")
-                raise refused
+            self._allow_to_evaluate(command)
             self._note("evaluates", command, **self._consent.follow())
-            counts = self._on_evaluate(Evaluation(order, self._link, self._loader, self._spool.kept))
+            counted = self._on_evaluate(Evaluation(order, self._link, self._loader, self._spool.kept))
+            self._allow_to_evaluate(command)  # again: an approval may have been revoked meanwhile
+            counts = counted
             staged = MODES.get(command.job.mode, TrainingMode).staged  # only the last stage of a pipeline has counts
             why = "" if staged or counts.total or counts.warnings else NO_SAMPLES
         except Refused:
@@ -328,11 +328,19 @@ class Federation:
             self._link.call(self._link.session.free)
             self._link.call(lambda: self._link.session.report_evaluation(report))
 
-    def _refusal_to_evaluate(self, command: pb.EvaluateCmd) -> RoundOver | None:
-        if not may_count(self.config.privacy, command.job):
-            return RoundOver("privacy_policy", "neither noise nor masks cover what this client would count")
-        unapproved = self._consent.refusal_to_evaluate(command)
-        return RoundOver(unapproved.reason, unapproved.text) if unapproved else None
+    def _allow_to_evaluate(self, command: pb.EvaluateCmd) -> None:
+        """Check that this client may evaluate for a command.
+
+        Raises:
+            RoundOver: It may not, which is noted.
+        """
+        reason, text = "privacy_policy", "neither noise nor masks cover what this client would count"
+        if may_count(self.config.privacy, command.job):
+            if (unapproved := self._consent.refusal_to_evaluate(command)) is None:
+                return
+            reason, text = unapproved.reason, unapproved.text
+        self._note("refuses", command, reason=reason, asked="evaluates")
+        raise RoundOver(reason, text)
 
     def _note(self, what: str, command: pb.TrainCmd | pb.EvaluateCmd, **facts: str | float) -> None:
         self._spool.audit.try_to_note(what, **_names(command), **facts)

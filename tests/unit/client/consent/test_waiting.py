@@ -198,3 +198,29 @@ def test_nothing_of_an_update_leaves_if_the_approval_is_revoked_while_it_waits_f
             task.submit(model, samples=1, metrics={"loss": 0.5})
         server.joins.get(timeout=SECONDS)
     assert server.offers.empty()
+
+
+@pytest.mark.parametrize("revoked", [False, True])
+def test_no_counts_leave_if_the_approval_is_revoked_during_the_evaluation(
+    server: "ScriptedServer", settings: dict[str, Any], revoked: bool
+) -> None:
+    table, state_dir, job = {"mode": "cards"}, settings["state_dir"], pb.JobSpec(mode="federated", job_id=7)
+    model = nn.Linear(2, 2)
+    command = server.command(model, job=job)
+    Consent(Approval.model_validate(table), state_dir, ["fedring"], {}).refusal(command)
+    decide(state_dir, approved=True)
+
+    def evaluate(model: nn.Module) -> tuple[int, int, float]:
+        decide(state_dir, approved=not revoked)
+        return 3, 4, 0.5
+
+    with connect(**settings, approval=table, model=model, evaluate=evaluate) as federation:
+        thread = threading.Thread(target=lambda: list(federation))
+        thread.start()
+        server.joins.get(timeout=SECONDS)
+        server.send(pb.ServerEvent(evaluate=server.evaluation(1, job=job)))
+        told = server.evaluations.get(timeout=SECONDS)
+        federation.close()
+        thread.join()
+    assert (told.correct, told.total) == ((0, 0) if revoked else (3, 4))
+    assert ("has approved no card" in told.failure) == revoked
