@@ -125,6 +125,11 @@ def test_the_page_s_commands_install_daemons_that_train(machine: Machine) -> Non
     assert machine.sh("stat --format %U /proc/$(systemctl show -P MainPID fl-server)").stdout.strip() == "fedring"
 
 
+def test_the_unit_allows_threads_of_grpc_to_wait_for_their_turn(machine: Machine) -> None:
+    told = machine.sh("chrt --all-tasks --pid $(systemctl show -P MainPID fl-server)").stdout
+    assert {"SCHED_OTHER", "SCHED_BATCH"} <= set(told.split())
+
+
 def test_the_journal_holds_one_json_object_a_line(machine: Machine) -> None:
     lines = machine.sh("journalctl _SYSTEMD_UNIT=fl-server.service -o cat").stdout.splitlines()
     assert any(json.loads(line).get("event") == "round_published" for line in lines)
