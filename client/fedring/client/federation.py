@@ -186,56 +186,63 @@ class Federation:
             self._task.end.leave()
             self._link.metrics.finished(self._task.end.result, self._task.end.train_seconds)
             self._zeroed += self._task.end.result == "zeroed"
-        before, self._task, private = self._task, None, self.config.private
+        before, self._task = self._task, None
         session = self._link.session
         try:
             # The server waits to learn this of a client whose round has ended without it.
             if session.occupied or (before and before.cancelled):
                 self._link.call(session.free)
             while True:
-                self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
-                self._link.session.set_reporting(True)
-                work = self._link.call(lambda: self._link.session.inbox.take())
+                session.begin(pb.ACTIVITY_UNSPECIFIED)
+                session.set_reporting(True)
+                work = self._link.call(lambda: session.inbox.take())
                 if isinstance(work, EvaluationOrder):
                     self._evaluate(work)
-                    continue
-                work.withdrawn = partial(self._consent.withdrawn, work.command)
-                unapproved = self._consent.refusal(work.command)
-                why = refusal(self.config.privacy, self._spool.ledger, work.command)
-                protection = self._secure.protection(work)
-                try:
-                    send = not unapproved and self._may_send(work.command, protection)
-                    settled = self._delivery.settle(work, send=send)
-                except OSError as error:  # What became of the update is found out with the next round.
-                    log.error("round %d: the spooled update stays, as the disk fails: %s", work.command.round, error)
-                    self._task = self._task_of(work, protection)
-                    self._task.fail("disk_failed", f"OSError: {error}")
-                    continue
-                if not settled:
-                    self._task = self._task_of(work, protection)
-                    mode = self._task.job.mode
-                    if private and mode != "federated":
-                        text = f"this client keeps private = {list(private)} to itself, which the mode {mode} cannot do"
-                        self._turn_down(self._task, "private_tensors", text)
-                    elif unapproved:
-                        self._turn_down(self._task, unapproved.reason, unapproved.text)
-                    elif why:
-                        self._note("refuses", work.command, reason="privacy_policy")
-                        self._refuse(self._task, why)
-                    elif unknown := unknown_in(work.command.job):
-                        self._turn_down(self._task, "unknown_transform", unknown)
-                    elif protection.has_lost_update():
-                        self._task.end.failed()
-                    elif mode in self._modes:
-                        if not self._begin(self._task):
-                            continue
-                        self._link.session.occupy(self._task.round, self._task.job.job_id)
-                        self._link.session.set_reporting(False)  # the caller's code may never call progress()
-                        return self._task
-                    else:
-                        self._turn_down(self._task, "unknown_mode", f"this client does not train in the mode {mode!r}")
+                elif (task := self._task_for(work)) is not None:
+                    session.occupy(task.round, task.job.job_id)
+                    session.set_reporting(False)  # the caller's code may never call progress()
+                    return task
         except FederationClosed:
             raise StopIteration from None
+
+    def _task_for(self, work: Assignment) -> Task | None:
+        """Return the task of a round, or None.
+
+        If there is nothing to train, an update in the spool has answered it, or the server is told why not.
+        """
+        work.withdrawn = partial(self._consent.withdrawn, work.command)
+        unapproved = self._consent.refusal(work.command)
+        why = refusal(self.config.privacy, self._spool.ledger, work.command)
+        protection = self._secure.protection(work)
+        try:
+            send = not unapproved and self._may_send(work.command, protection)
+            settled = self._delivery.settle(work, send=send)
+        except OSError as error:  # What became of the update is found out with the next round.
+            log.error("round %d: the spooled update stays, as the disk fails: %s", work.command.round, error)
+            self._task = self._task_of(work, protection)
+            self._task.fail("disk_failed", f"OSError: {error}")
+            return None
+        if settled:
+            return None
+        self._task = task = self._task_of(work, protection)
+        mode, private = task.job.mode, self.config.private
+        if private and mode != "federated":
+            text = f"this client keeps private = {list(private)} to itself, which the mode {mode} cannot do"
+            self._turn_down(task, "private_tensors", text)
+        elif unapproved:
+            self._turn_down(task, unapproved.reason, unapproved.text)
+        elif why:
+            self._note("refuses", work.command, reason="privacy_policy")
+            self._refuse(task, why)
+        elif unknown := unknown_in(work.command.job):
+            self._turn_down(task, "unknown_transform", unknown)
+        elif protection.has_lost_update():
+            task.end.failed()
+        elif mode not in self._modes:
+            self._turn_down(task, "unknown_mode", f"this client does not train in the mode {mode!r}")
+        elif self._begin(task):
+            return task
+        return None
 
     def _begin(self, task: Task) -> bool:
         """Note that a round is trained, before its code runs.
