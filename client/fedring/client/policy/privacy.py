@@ -14,6 +14,7 @@ from fedring.privacy.account import NoAccountant, check_accountant
 from fedring.privacy.charges import SkellamCharge
 from fedring.privacy.integer_plan import IntegerPlan
 from fedring.train.bounds import Count, NonNegative
+from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.v1 import federation_pb2 as pb
 
@@ -154,68 +155,15 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, *, update:
         command: The command of the round.
         update: The name of the update that would be sent; empty = it is not made yet.
     """
-    job = command.job
-    privacy, sample = dp_of(job), sample_dp_of(job)
-    if why := failed_too_often(policy, ledger, command):
-        return why
-    # A promise that this client cannot read protects nobody, so it is refused without any demand of the site's.
-    for key, told, understood in (("dp", job.dp, privacy), ("sample_dp", job.sample_dp, sample)):
-        if told and understood is None:
-            return f"this client does not understand the job's {key} = {told[:200]}: it may be too old for it"
-    if sample is not None and job.mode != "federated":
-        return f"the job has sample_dp, but in the mode {job.mode} other workers see this client's gradients"
-    if privacy is not None and privacy.by_clients != command.HasField("secure"):
-        return f'dp.noise_by = "{privacy.noise_by}" of this job does not go with what its clients send'
-    # Nor does a promise that the command does not keep: sites may have approved the job for its masks.
-    if job.secure_aggregation and not _has_masks(command):
-        return "the job has secure_aggregation, and the server asks for an update without masks"
-    if why := _other_levels(command):
-        return why
-    if not policy.demands:
-        return ""
-    if command.HasField("secure") and is_name(command.model_digest) and not is_blake3(command.model_digest):
-        # A model has two names that clients read. What was released for one of them is not found under the other.
-        return "the server names the model by its SHA-256, and could ask this site for the same model twice: use BLAKE3"
-    if policy.needs_secure and not _has_masks(command):
-        key = "require_secure_aggregation = true" if policy.require_secure_aggregation else "peers"
-        return f"this site's privacy.{key} demands a federated job with [secure_aggregation], which this job is not"
-    if job.mode != "federated":
-        key = next(key for key in ("min_clients", *_NOISE, *_SAMPLE_NOISE) if getattr(policy, key))
-        return (
-            f"this site's privacy.{_written(policy, key)} refuses the mode {job.mode}, in which other workers see its "
-            "gradients"
-        )
-    if job.min_results < policy.min_clients:
-        return (
-            f"this site's privacy.min_clients = {policy.min_clients} is above the job's "
-            f"min_clients_to_aggregate = {job.min_results}"
-        )
-    if policy.needs_sample_noise and (why := _weak_for_samples(policy, sample)):
-        return why
-    if not policy.needs_noise:
-        return ""
-    if privacy is None:
-        key = next(key for key in _NOISE if getattr(policy, key))
-        return f"this site's privacy.{_written(policy, key)} demands a job with [dp], and this job has none"
-    if privacy.noise_multiplier < policy.min_noise_multiplier:
-        return (
-            f"this site's privacy.min_noise_multiplier = {policy.min_noise_multiplier:g} is above the job's "
-            f"dp.noise_multiplier = {privacy.noise_multiplier:g}"
-        )
-    if policy.noise_by_clients and not privacy.by_clients:
-        return "this site's privacy.noise_by_clients = true refuses noise of the server: dp.noise_by must be clients"
-    if privacy.by_clients and privacy.trust_clients and not policy.trust_clients:
-        return (
-            "this site's privacy.trust_clients = false refuses dp.trust_clients = true, with which the noise is enough "
-            "only if all other clients add theirs"
-        )
-    if policy.max_clip and privacy.adaptive:
-        return (
-            f"this site's privacy.max_clip = {policy.max_clip:g} demands dp.adaptive = false: an adaptive clip may grow"
-        )
-    if 0 < policy.max_clip < privacy.clip:
-        return f"this site's privacy.max_clip = {policy.max_clip:g} is below the job's dp.clip = {privacy.clip:g}"
-    return _overspent(policy, ledger, command, update=update)
+    privacy, sample = dp_of(command.job), sample_dp_of(command.job)
+    return (
+        failed_too_often(policy, ledger, command)
+        or _broken_promise(command, privacy, sample)
+        or _open_to_others(policy, command)
+        or _weak_for_samples(policy, sample)
+        or _weak_for_clients(policy, privacy)
+        or _overspent(policy, ledger, command, update=update)
+    )
 
 
 def check_policy(policy: SitePolicy) -> None:
@@ -260,6 +208,76 @@ def coverage(policy: SitePolicy) -> Iterator[str]:
         )
 
 
+def _broken_promise(command: pb.TrainCmd, privacy: ClientPrivacy | None, sample: SamplePrivacy | None) -> str:
+    """Return how a command breaks the promises of its job, or nothing."""
+    job = command.job
+    # A promise that this client cannot read protects nobody, so it is refused without any demand of the site's.
+    for key, told, understood in (("dp", job.dp, privacy), ("sample_dp", job.sample_dp, sample)):
+        if told and understood is None:
+            return f"this client does not understand the job's {key} = {told[:200]}: it may be too old for it"
+    if sample is not None and job.mode != "federated":
+        return f"the job has sample_dp, but in the mode {job.mode} other workers see this client's gradients"
+    if privacy is not None and privacy.by_clients != command.HasField("secure"):
+        return f'dp.noise_by = "{privacy.noise_by}" of this job does not go with what its clients send'
+    # Nor does a promise that the command does not keep: sites may have approved the job for its masks.
+    if job.secure_aggregation and not _has_masks(command):
+        return "the job has secure_aggregation, and the server asks for an update without masks"
+    return _other_levels(command)
+
+
+def _open_to_others(policy: SitePolicy, command: pb.TrainCmd) -> str:
+    """Return the unmet demand of masks or of others, or nothing."""
+    job = command.job
+    if not policy.demands:
+        return ""
+    if command.HasField("secure") and is_name(command.model_digest) and not is_blake3(command.model_digest):
+        # A model has two names that clients read. What was released for one of them is not found under the other.
+        return "the server names the model by its SHA-256, and could ask this site for the same model twice: use BLAKE3"
+    if policy.needs_secure and not _has_masks(command):
+        key = "require_secure_aggregation = true" if policy.require_secure_aggregation else "peers"
+        return f"this site's privacy.{key} demands a federated job with [secure_aggregation], which this job is not"
+    if job.mode != "federated":
+        key = next(key for key in ("min_clients", *_NOISE, *_SAMPLE_NOISE) if getattr(policy, key))
+        return (
+            f"this site's privacy.{_written(policy, key)} refuses the mode {job.mode}, in which other workers see its "
+            "gradients"
+        )
+    if job.min_results < policy.min_clients:
+        return (
+            f"this site's privacy.min_clients = {policy.min_clients} is above the job's "
+            f"min_clients_to_aggregate = {job.min_results}"
+        )
+    return ""
+
+
+def _weak_for_clients(policy: SitePolicy, privacy: ClientPrivacy | None) -> str:
+    """Return the unmet demand of noise for whole clients, or nothing."""
+    if not policy.needs_noise:
+        return ""
+    if privacy is None:
+        key = next(key for key in _NOISE if getattr(policy, key))
+        return f"this site's privacy.{_written(policy, key)} demands a job with [dp], and this job has none"
+    if privacy.noise_multiplier < policy.min_noise_multiplier:
+        return (
+            f"this site's privacy.min_noise_multiplier = {policy.min_noise_multiplier:g} is above the job's "
+            f"dp.noise_multiplier = {privacy.noise_multiplier:g}"
+        )
+    if policy.noise_by_clients and not privacy.by_clients:
+        return "this site's privacy.noise_by_clients = true refuses noise of the server: dp.noise_by must be clients"
+    if privacy.by_clients and privacy.trust_clients and not policy.trust_clients:
+        return (
+            "this site's privacy.trust_clients = false refuses dp.trust_clients = true, with which the noise is enough "
+            "only if all other clients add theirs"
+        )
+    if policy.max_clip and privacy.adaptive:
+        return (
+            f"this site's privacy.max_clip = {policy.max_clip:g} demands dp.adaptive = false: an adaptive clip may grow"
+        )
+    if 0 < policy.max_clip < privacy.clip:
+        return f"this site's privacy.max_clip = {policy.max_clip:g} is below the job's dp.clip = {privacy.clip:g}"
+    return ""
+
+
 def _has_masks(command: pb.TrainCmd) -> bool:
     return command.HasField("secure") and command.job.mode == "federated"
 
@@ -285,6 +303,9 @@ def _other_levels(command: pb.TrainCmd) -> str:
 
 
 def _weak_for_samples(policy: SitePolicy, sample: SamplePrivacy | None) -> str:
+    """Return the unmet demand of noise for samples, or nothing."""
+    if not policy.needs_sample_noise:
+        return ""
     if sample is None:
         key = next(key for key in _SAMPLE_NOISE if getattr(policy, key))
         wanted = f"this site's privacy.{key} = {getattr(policy, key):g}"
