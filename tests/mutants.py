@@ -362,7 +362,7 @@ MUTANTS = {
         "tests/fault/test_state.py",
     ),
     "time that is left": Mutant(
-        "server/fedring/server/round/opening.py",
+        "server/fedring/server/running/opening.py",
         "        rounds.begin(open_, Resumed(resumed, RECOVERY_SECONDS, elapsed))\n",
         "        rounds.begin(open_, Resumed(resumed, RECOVERY_SECONDS, 0.0))\n",
         "tests/fault/test_deadlines.py",
@@ -414,7 +414,7 @@ MUTANTS = {
         "tests/unit/client/policy/test_client_charges.py",
     ),
     "wrong shares": Mutant(
-        "server/fedring/server/round/opening.py",
+        "server/fedring/server/running/opening.py",
         "return open_.kind.rules(replace(rules, left_out=open_.left_out, job_id=open_.row.job_id))",
         "return open_.kind.rules(rules)",
         "tests/fault/test_secure_liars.py",

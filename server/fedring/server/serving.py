@@ -26,7 +26,7 @@ from fedring.server.listening import listen
 from fedring.server.operator.readiness import look_after_storage
 from fedring.server.parts import Parts
 from fedring.server.recovery import recover
-from fedring.server.round.replacements import look_after_groups
+from fedring.server.running.replacements import look_after_groups
 from fedring.server.standby import stand_by
 from fedring.server.state.failures import Deposed, FsyncFailed, StorageError
 from fedring.server.state.log_check import migrated_at_start

@@ -32,7 +32,7 @@ from fedring.server.round.events import (
 from fedring.server.round.machine import apply, due, ready
 from fedring.server.round.plan import rules_of
 from fedring.server.round.progress import RoundProgress, why_abandoned
-from fedring.server.round.replacements import replacements
+from fedring.server.running.replacements import replacements
 from fedring.server.sessions.sessions import Sessions
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.labels import MAX_LABELS, match, shown

@@ -26,9 +26,9 @@ from fedring.server.asynchronous.phases import (
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import Enlisted, Failed, Phase, RoundRules, Stepped, Steps
 from fedring.server.round.open_round import KindMaker, OpenRound, RoundKind
-from fedring.server.round.opening import RECOVERY_SECONDS
-from fedring.server.round.publishing import wait_for_disk
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.opening import RECOVERY_SECONDS
+from fedring.server.running.publishing import wait_for_disk
+from fedring.server.running.rounds import Rounds
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageFailed

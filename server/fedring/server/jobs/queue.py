@@ -8,8 +8,8 @@ from prometheus_client import Gauge
 
 from fedring.rpc.errors import NoSuchJob, SeveralJobs
 from fedring.server.jobs.runner import JobRunner
-from fedring.server.round.rounds import Rounds
-from fedring.server.round.runner import drop_partials
+from fedring.server.running.rounds import Rounds
+from fedring.server.running.runner import drop_partials
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.journal import Journal, printable

@@ -10,10 +10,10 @@ from fedring.daemon.config import explain
 from fedring.daemon.wording import counted
 from fedring.server.jobs.patience import no_better
 from fedring.server.jobs.starting import JobStarter
-from fedring.server.round.keeping import Keeper
-from fedring.server.round.opening import RoundOpener, RunningJob
-from fedring.server.round.rounds import Rounds
-from fedring.server.round.runner import RoundRunner
+from fedring.server.running.keeping import Keeper
+from fedring.server.running.opening import RoundOpener, RunningJob
+from fedring.server.running.rounds import Rounds
+from fedring.server.running.runner import RoundRunner
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import FsyncFailed, StorageError
 from fedring.server.state.journal import Journal, printable

@@ -7,8 +7,8 @@ import secrets
 from dataclasses import replace
 
 from fedring.server.model.models import Models
-from fedring.server.round.opening import RunningJob
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.opening import RunningJob
+from fedring.server.running.rounds import Rounds
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.ratings import best_of

@@ -12,7 +12,7 @@ from fedring.rpc.errors import BadRequest, NoSuchJob, OtherJob, UnknownRound
 from fedring.server.jobs.queue import Jobs
 from fedring.server.operator.listings import MAX_ID
 from fedring.server.operator.report import queue_messages
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.rounds import Rounds
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import JobRow, ModelRow
 from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text

@@ -7,7 +7,7 @@ from prometheus_client import Gauge
 
 from fedring.privacy.account import NoAccountant
 from fedring.server.operator.privacy_report import privacy_message
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.rounds import Rounds
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import FsyncFailed
 from fedring.v1 import control_pb2 as pb

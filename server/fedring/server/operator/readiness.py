@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from fedring.daemon.notify import sd_notify
 from fedring.rpc.health import Health
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.rounds import Rounds
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.journal import Journal

@@ -8,7 +8,7 @@ from fedring.server.jobs.queue import Jobs
 from fedring.server.operator.listings import MOST_ROWS
 from fedring.server.operator.report import job_message, lead_message
 from fedring.server.round.report import open_message, round_message
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.rounds import Rounds
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.v1 import control_pb2 as pb

@@ -27,7 +27,7 @@ from fedring.server.operator.summaries import (
     wait_summary,
 )
 from fedring.server.round.report import open_message, round_message
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.rounds import Rounds
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal, rfc3339

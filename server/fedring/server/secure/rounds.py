@@ -26,8 +26,8 @@ from fedring.server.model.masked_sum import BadSum, GroupMasks
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import OPEN, Closed, Failed, Phase, Stepped, Steps
 from fedring.server.round.open_round import CannotResume, KindMaker, OpenRound, RoundKind
-from fedring.server.round.opening import RECOVERY_SECONDS
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.opening import RECOVERY_SECONDS
+from fedring.server.running.rounds import Rounds
 from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
 from fedring.server.secure.combining import unmask

@@ -10,9 +10,9 @@ from fedring.rpc.errors import BadRequest, Gone, IdInUse, Unavailable, refusal_i
 from fedring.rpc.identity import NAME
 from fedring.rpc.streams import after_write, wire_bytes, write_whole
 from fedring.server.config import ServerConfig
-from fedring.server.round.client_reports import ClientReports
 from fedring.server.round.events import Joined
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.client_reports import ClientReports
+from fedring.server.running.rounds import Rounds
 from fedring.server.service.sweep import SessionSweep
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.facts import Facts

@@ -12,7 +12,7 @@ from fedring.rpc.errors import BadRequest, Unavailable, UnknownModel
 from fedring.rpc.streams import METER, write
 from fedring.server.config import ServerConfig
 from fedring.server.model.downloads import Download, Downloads
-from fedring.server.round.client_reports import ClientReports
+from fedring.server.running.client_reports import ClientReports
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel

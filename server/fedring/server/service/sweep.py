@@ -11,8 +11,8 @@ from math import inf
 
 from fedring.rpc.errors import Stalled, Unauthenticated
 from fedring.server.config import ServerConfig
-from fedring.server.round.client_reports import ClientReports
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.client_reports import ClientReports
+from fedring.server.running.rounds import Rounds
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.v1 import federation_pb2 as pb
 

@@ -12,7 +12,7 @@ from fedring.rpc.chunks import ReceivedChunk
 from fedring.rpc.errors import FedringError, Overloaded, UnknownRound
 from fedring.server.aggregation.terms import OpaqueForm, Terms
 from fedring.server.aggregation.versions import ModelVersions
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.rounds import Rounds
 from fedring.server.state.blob_interfaces import Partial
 from fedring.server.state.blobs import MemoryPartial
 from fedring.server.state.facts import Facts

@@ -16,7 +16,7 @@ from fedring.rpc.chunks import ReceivedChunk, part_parser, serialize
 from fedring.rpc.errors import BadRequest, FedringError, Gone
 from fedring.rpc.streams import METER, TimedStream, answer
 from fedring.server.config import ServerConfig
-from fedring.server.round.client_reports import ClientReports
+from fedring.server.running.client_reports import ClientReports
 from fedring.server.service.upload_calls import UploadCalls
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.update.metrics import UpdateMetrics

@@ -16,7 +16,7 @@ from fedring.server.config import ServerConfig
 from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.round.open_round import OpenRound
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.rounds import Rounds
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.update.admission import check_figures
 from fedring.train.bounds import MAX_SAMPLES

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fedring.rpc.errors import FedringError, OtherUpdate, Overloaded, Unavailable
 from fedring.server.round import machine as rd
 from fedring.server.round.open_round import OpenRound
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.rounds import Rounds
 from fedring.server.state.blob_interfaces import Partial
 from fedring.server.state.blobs import MemoryPartial
 from fedring.server.state.facts import Facts

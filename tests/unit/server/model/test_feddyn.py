@@ -29,7 +29,7 @@ from fedring.server.model.making import ModelMaker
 from fedring.server.model.transforms.named import feddyn
 from fedring.server.model.transforms.states import read_states
 from fedring.server.operator.job_checks import JobChecks
-from fedring.server.round.private_rounds import RoundPast
+from fedring.server.running.private_rounds import RoundPast
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.checked import CheckedReader, read_checked
 from fedring.server.state.failures import DamagedModel

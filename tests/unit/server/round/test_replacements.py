@@ -9,7 +9,7 @@ from tests.unit.host import Host, running, spec
 from fedring.server.group import machine as gr
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.open_round import OpenRound
-from fedring.server.round.replacements import enlist, replacements
+from fedring.server.running.replacements import enlist, replacements
 from fedring.v1 import federation_pb2 as pb
 
 

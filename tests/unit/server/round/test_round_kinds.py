@@ -35,7 +35,7 @@ from fedring.server.round.events import (
 )
 from fedring.server.round.machine import SYNCHRONOUS, apply, due, ready, wake_at
 from fedring.server.round.open_round import KindMaker, OpenRound, RoundKind
-from fedring.server.round.replacements import enlist
+from fedring.server.running.replacements import enlist
 
 BUFFER = 3
 """Updates after which a buffered round publishes."""

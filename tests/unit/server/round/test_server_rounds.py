@@ -390,7 +390,7 @@ async def test_an_evaluation_that_arrives_while_its_round_ends_does_no_harm(host
 async def test_old_updates_are_deleted_while_the_clients_of_a_later_round_train(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedring.server.round.keeping._PRUNE_SECONDS", 0.0)  # rounds are short here
+    monkeypatch.setattr("fedring.server.running.keeping._PRUNE_SECONDS", 0.0)  # rounds are short here
     session = host.join("a")
     await host.jobs.start(spec(rounds=5), "")
     first = await host.command(session)
@@ -407,7 +407,7 @@ async def test_old_updates_are_deleted_while_the_clients_of_a_later_round_train(
 async def test_short_rounds_leave_old_updates_to_a_later_one_and_the_job_to_its_end(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedring.server.round.keeping._PRUNE_SECONDS", 3600.0)
+    monkeypatch.setattr("fedring.server.running.keeping._PRUNE_SECONDS", 3600.0)
     session = host.join("a")
     rounds = host.config.keep_update_rounds + 3
     job, _ = await host.jobs.start(spec(rounds=rounds), "")

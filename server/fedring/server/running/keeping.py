@@ -11,7 +11,7 @@ from fedring.server.model.models import Models
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase
 from fedring.server.round.open_round import PERIOD
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.rounds import Rounds
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 

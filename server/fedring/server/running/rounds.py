@@ -1,7 +1,7 @@
 """The open rounds, each an object.
 
 Whoever needs a round gets it by its number or as an argument: several may be open at once. `Rounds` takes events into
-their states and tells operators what changes. It performs nothing: that is `fedring.server.round.runner`.
+their states and tells operators what changes. It performs nothing: that is `fedring.server.running.runner`.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from fedring.server.round.metrics import RoundMetrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.plan import group_rules
 from fedring.server.round.report import open_message
-from fedring.server.round.sharing import holders_of, shares
+from fedring.server.running.sharing import holders_of, shares
 from fedring.server.sessions.members import Members
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.journal import Journal

@@ -16,8 +16,8 @@ from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import OPEN, Abandoned, Lost, Phase, Published
 from fedring.server.round.metrics import RoundMetrics
 from fedring.server.round.open_round import OpenRound
-from fedring.server.round.private_rounds import RoundPrivacy
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.private_rounds import RoundPrivacy
+from fedring.server.running.rounds import Rounds
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageError, StorageFailed

@@ -13,8 +13,8 @@ from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import Abandoned, Phase, Resumed, Round, RoundOpened, RoundRules
 from fedring.server.round.open_round import PERIOD, CannotResume, KindMaker, OpenRound
 from fedring.server.round.plan import round_command, rules_of
-from fedring.server.round.private_rounds import RoundPrivacy
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.private_rounds import RoundPrivacy
+from fedring.server.running.rounds import Rounds
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError

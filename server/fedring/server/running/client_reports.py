@@ -13,7 +13,7 @@ from fedring.server.round.eligibility import check_evaluation, classified
 from fedring.server.round.events import Evaluated, Failed, Left, Matched, Moved, Stalled
 from fedring.server.round.metrics import RoundMetrics
 from fedring.server.round.open_round import ClientTraffic, KindMaker, OpenRound
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.rounds import Rounds
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal, printable

@@ -30,12 +30,12 @@ from fedring.server.round.events import (
     Started,
     TakeStep,
 )
-from fedring.server.round.keeping import Keeper
 from fedring.server.round.metrics import RoundMetrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.progress import RoundProgress, why_abandoned
-from fedring.server.round.publishing import Publisher, wait_for_disk
-from fedring.server.round.rounds import Rounds
+from fedring.server.running.keeping import Keeper
+from fedring.server.running.publishing import Publisher, wait_for_disk
+from fedring.server.running.rounds import Rounds
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageFailed
