@@ -369,7 +369,7 @@ MUTANTS = {
     ),
     "time without a disk": Mutant(
         "server/fedring/server/operator/readiness.py",
-        "                rounds.give_time_back(storage.since)\n",
+        "                give_time_back(rounds, storage.since)\n",
         "",
         "tests/fault/test_storage.py",
     ),

@@ -132,8 +132,9 @@ async def reload(parts: Parts, *, end_orphans: bool = True) -> Collection[int]:
     if end_orphans:
         await parts.privacy.forget(interrupted)
     # A round that is open comes last: clients have commands of it, too, and it is not one that has ended.
-    rounds.await_resumption([*await _commanded(facts), *interrupted])
-    return rounds.interrupted.keys()
+    rounds.interrupted.set([*await _commanded(facts), *interrupted])
+    rounds.turns.share()
+    return rounds.interrupted.rows.keys()
 
 
 async def _commanded(facts: Facts) -> Iterable[RoundRow]:

@@ -65,7 +65,7 @@ class AsynchronousRounds(KindMaker):
         self, rounds: Rounds, facts: Facts, sessions: Sessions, metrics: AsynchronousMetrics, authority: Path | None
     ) -> None:
         self._rounds, self._facts, self._sessions, self._metrics = rounds, facts, sessions, metrics
-        metrics.at_work.set_function(lambda: sum(len(told.outstanding) for told in (*rounds, *rounds.carried())))
+        metrics.at_work.set_function(lambda: sum(len(told.outstanding) for told in (*rounds, *rounds.carried.of())))
 
     def kind_of(self, open_: OpenRound) -> RoundKind | None:
         """Return the course of an asynchronous round."""
@@ -99,16 +99,16 @@ class AsynchronousRound(RoundKind):
         open_, job_id = self.open, self.open.row.job_id
         job = await self._facts.db(self._facts.store.jobs.get, job_id)
         open_.published = job.rounds_done if job is not None else 0
-        if any(row.job_id == job_id for row in self._rounds.interrupted.values()):
+        if any(row.job_id == job_id for row in self._rounds.interrupted.rows.values()):
             await self._load()
         # The round before may have waited long for somebody to come, but no time passes while the storage fails.
         now = -inf if self._facts.storage.fault else time.monotonic()
-        for told in self._rounds.carried(job_id):
+        for told in self._rounds.carried.of(job_id):
             stale = open_.published - told.published > self._table.max_staleness
             for client, until in sorted(told.outstanding.items()):
                 if stale or now >= until:
                     self._end(told, client, "too_stale" if stale else "deadline")
-        carried = self._rounds.carried(job_id)
+        carried = self._rounds.carried.of(job_id)
         open_.carried = frozenset(client for told in carried for client in told.outstanding)
         open_.absent = {name: member for told in carried for name, member in told.absent.items()}
         # A restart while the round waits would take the others for clients that go on.
@@ -151,7 +151,7 @@ class AsynchronousRound(RoundKind):
         told.kind = AsynchronousRound(told, self._table, *parts)
         told.published = first.published
         told.outstanding.update(self._ends(rows))
-        self._rounds.carry(told)
+        self._rounds.carried.keep(told)
         for session in self._sessions:
             if session.matched and session.client_id in told.outstanding:
                 self._dispatch.train(told, session.client_id)
@@ -193,7 +193,7 @@ class AsynchronousRound(RoundKind):
         return self._deadlines()
 
     def _deadlines(self) -> Deadlines:
-        each = (self.open, *self._rounds.carried(self.open.row.job_id))
+        each = (self.open, *self._rounds.carried.of(self.open.row.job_id))
         return Deadlines({client: at for told in each for client, at in told.outstanding.items()})
 
     def _until(self, clients: Iterable[str]) -> dict[str, float]:
@@ -217,7 +217,7 @@ class AsynchronousRound(RoundKind):
                 await self._facts.db(self._facts.store.commands.drop, self.open.row.job_id, clients)
                 for client in sorted(clients):
                     self._rounds.handle(self.open, Failed(client, self.open.row.round))
-                    for told in (self.open, *self._rounds.carried(self.open.row.job_id)):
+                    for told in (self.open, *self._rounds.carried.of(self.open.row.job_id)):
                         if client in told.outstanding:
                             self._end(told, client, "deadline")
                     self._rounds.handle(self.open, Stepped(Over(client)))
@@ -226,17 +226,19 @@ class AsynchronousRound(RoundKind):
         open_, rounds = self.open, self._rounds
         async with open_.settling:
             members, before = open_.state.members, open_.drawn
-            new = {name: members[name].labels for name in clients if name in members and rounds.has_room(open_, name)}
+            new = {
+                name: members[name].labels for name in clients if name in members and rounds.turns.has_room(open_, name)
+            }
             if open_.phase is not Phase.TRAINING or not new:
                 return
             overrides = {**open_.row.overrides, **overrides_of(new, open_.job.override)}
             row = replace(open_.row, selected=tuple(sorted({*open_.row.selected, *new})), overrides=overrides)
-            rounds.draw(open_, before | new.keys())
+            rounds.turns.draw(open_, before | new.keys())
             try:
                 await self._give(row, new)
                 await self._facts.db(self._facts.store.rounds.replace, row)
             except StorageFailed:
-                rounds.draw(open_, before)
+                rounds.turns.draw(open_, before)
                 raise
             open_.row = row
             open_.outstanding.update(until := self._until(new))
@@ -247,15 +249,15 @@ class AsynchronousRound(RoundKind):
 
     def _end(self, told: OpenRound, client: str, reason: str) -> None:
         """End a client's command without an answer, and tell it."""
-        self._rounds.release(told, client)
+        self._rounds.carried.release(told, client)
         self._metrics.over.labels(reason).inc()
         self._dispatch.over(replace(told.row, reason=reason), self._rounds.latest, client)
         text = f"the command of {client} from version {told.base.version} is over without an update: {reason}"
-        self._rounds.note(self.open, "command_over", text, client)
+        self._rounds.journal.note(self.open, "command_over", text, client)
 
     def answered(self, told: OpenRound, client: str) -> None:
         """See RoundKind.answered."""
-        self._rounds.release(told, client)
+        self._rounds.carried.release(told, client)
         if client in self.open.accepted:
             self._metrics.staleness.observe(self.open.accepted[client].staleness)
         if self.open.phase is Phase.TRAINING:
@@ -269,7 +271,7 @@ class AsynchronousRound(RoundKind):
     @property
     def going_on(self) -> Collection[str]:
         """See RoundKind.going_on."""
-        each = (self.open, *self._rounds.carried(self.open.row.job_id))
+        each = (self.open, *self._rounds.carried.of(self.open.row.job_id))
         return {client for told in each for client in told.outstanding}
 
     @property

@@ -8,7 +8,7 @@ from prometheus_client import Gauge
 
 from fedring.rpc.errors import NoSuchJob, SeveralJobs
 from fedring.server.jobs.runner import JobRunner
-from fedring.server.running.rounds import Rounds
+from fedring.server.running.rounds import Rounds, abandon
 from fedring.server.running.runner import drop_partials
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
@@ -94,7 +94,7 @@ class Jobs:
             # A disk that refuses this does not keep a job alive that runs: its end is noted later.
         self._stopped.add(wanted)
         self._moved.set()
-        return wanted, await self._rounds.abandon(self._rounds.of_job(wanted), "stopped")
+        return wanted, await abandon(self._rounds, self._rounds.of_job(wanted), "stopped")
 
     @property
     def silent_since(self) -> float:

@@ -12,7 +12,7 @@ from fedring.server.jobs.patience import no_better
 from fedring.server.jobs.starting import JobStarter
 from fedring.server.running.keeping import Keeper
 from fedring.server.running.opening import RoundOpener, RunningJob
-from fedring.server.running.rounds import Rounds
+from fedring.server.running.rounds import Rounds, abandon
 from fedring.server.running.runner import RoundRunner
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import FsyncFailed, StorageError
@@ -103,7 +103,7 @@ class JobRunner:
                     open_ = await self._facts.keep(self._opener.open, job, done + 1, base)
             interrupted = None
             if row.job_id in stopped:  # while the round was being opened
-                await self._rounds.abandon(open_, "stopped")
+                await abandon(self._rounds, open_, "stopped")
             outcome = await self._runner.run(open_)
             asked = asked + 1 if outcome.unapproved else 0
             if 0 < asked < _MOST_ASKED:

@@ -28,7 +28,7 @@ class ClientRecords:
         Only the rows of the page are made, because there may be very many clients.
         """
         counts = await self._facts.db(self._updates.counts)
-        held, sessions, search = self._rounds.holders, self._sessions, request.search
+        held, sessions, search = self._rounds.turns.jobs, self._sessions, request.search
         here = sorted(each.client_id for each in sessions.open if request.state in ("", _state_of(each)))
         gone = counts.keys() - {each.client_id for each in sessions.open} if request.state in ("", "away") else ()
         names = [name for name in (*here, *sorted(gone)) if search in name]
@@ -60,7 +60,7 @@ class ClientRecords:
         """Check that a client is away, and in no open round."""
         if self._sessions.get(name) is not None:
             raise ClientInUse(f"{name} is in session: stop its fl-client first")
-        if self._rounds.interrupted:  # it is not known yet whose updates they have
+        if self._rounds.interrupted.rows:  # it is not known yet whose updates they have
             raise ClientInUse(f"the server has just started, and may still count an update of {name}: try again")
         for open_ in self._rounds:
             if name in open_.accepted:

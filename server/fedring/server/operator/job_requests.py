@@ -12,7 +12,7 @@ from fedring.rpc.errors import BadRequest, NoSuchJob, OtherJob, UnknownRound
 from fedring.server.jobs.queue import Jobs
 from fedring.server.operator.listings import MAX_ID
 from fedring.server.operator.report import queue_messages
-from fedring.server.running.rounds import Rounds
+from fedring.server.running.rounds import Rounds, abandon
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import JobRow, ModelRow
 from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
@@ -66,7 +66,7 @@ class JobRequests:
     async def stop_round(self, request: pb.StopRoundRequest) -> pb.StopReply:
         """End the round in progress; UnknownRound if there is none."""
         job_id = min(request.job_id, MAX_ID) or self._jobs.only()
-        number = await self._rounds.abandon(self._rounds.of_job(job_id), "stopped")
+        number = await abandon(self._rounds, self._rounds.of_job(job_id), "stopped")
         if not number:
             raise UnknownRound("no round is in progress that could be stopped", reason="no_round")
         return pb.StopReply(job_id=job_id, round=number)

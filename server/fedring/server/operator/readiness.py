@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from fedring.daemon.notify import sd_notify
 from fedring.rpc.health import Health
-from fedring.server.running.rounds import Rounds
+from fedring.server.running.rounds import Rounds, give_time_back
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.journal import Journal
@@ -39,7 +39,7 @@ async def look_after_storage(facts: Facts, rounds: Rounds, journal: Journal, hea
                 await _try(facts, rounds)
                 with suppress(StorageError):  # a restart knows only the database: it would give less time, no more
                     await facts.db(facts.store.commands.delay, time.monotonic() - storage.since)
-                rounds.give_time_back(storage.since)
+                give_time_back(rounds, storage.since)
                 storage.mend()
         mended = time.monotonic()
         await health.set(serving=True)

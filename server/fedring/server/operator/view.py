@@ -94,7 +94,9 @@ class View:
             "waits_for": wait_summary(running),
             "rounds": [open_round_summary(each) for each in list(now)[-MOST_OPEN:]],
             "clients": self._clients(names, sessions, stored),
-            "group": group_summary(running.group if running and running.group else now.group, self._sessions, job)
+            "group": group_summary(
+                running.group if running and running.group else now.groups.newest, self._sessions, job
+            )
             if job
             else None,
             "jobs": [job_summary(row) for row in stored.jobs],
@@ -120,7 +122,7 @@ class View:
     def _clients(self, names: Sequence[str], sessions: Iterable[Session], stored: _Stored) -> list[Summary]:
         running = self._rounds.newest
         round_, shown = (running.state.round, running.row.job_id) if running else (None, 0)
-        held = self._rounds.holders
+        held = self._rounds.turns.jobs
         state = absent(self._facts.lead)
         return client_summaries(sessions, stored.updates, round_, held, shown_job=shown, names=names, absent_as=state)
 

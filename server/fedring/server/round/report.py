@@ -1,11 +1,14 @@
-"""Rounds as messages for operators."""
+"""Rounds as messages for operators, and their events."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from fedring.daemon.notify import sd_notify
+from fedring.daemon.wording import counted
 from fedring.server.round.open_round import OpenRound
-from fedring.server.state.journal import rfc3339
-from fedring.server.state.rows import RoundRow
+from fedring.server.state.journal import Journal, rfc3339
+from fedring.server.state.rows import RoundRow, UpdateRow
 from fedring.v1 import control_pb2 as pb
 
 PROGRESS = tuple(
@@ -74,3 +77,30 @@ def open_message(open_: OpenRound | None, *, clients: bool = True) -> pb.Round |
     elif not row.stats:
         row = replace(row, stats=open_.stats(0.0))
     return round_message(row, delivered=len(state.delivered | open_.done.keys()))
+
+
+class RoundJournal:
+    """Writes the events of rounds, with the state of each."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def tell(self, open_: OpenRound, kind: str, text: str) -> None:
+        """Write an event of a round, which is also systemd's status."""
+        sd_notify(f"STATUS={text}")
+        self._journal.write(kind, text, job_id=open_.row.job_id, state=open_message(open_))
+
+    def note(self, open_: OpenRound, kind: str, text: str, client: str, *, clients: bool = False) -> None:
+        """Write an event of a client in a round.
+
+        `clients` says whether the round is described with each client's part.
+        """
+        state = open_message(open_, clients=clients)
+        self._journal.write(kind, text, job_id=open_.row.job_id, client_id=client, state=state)
+
+    def accepted(self, open_: OpenRound, rows: Sequence[UpdateRow]) -> None:
+        """Write that updates of a round became durable together."""
+        state = open_message(open_, clients=False)  # the same for all of them
+        for row in rows:
+            text = f"{row.client_id} delivered {counted(row.num_samples, 'sample')}, {row.total_bytes} bytes"
+            self._journal.write("update_accepted", text, job_id=open_.row.job_id, client_id=row.client_id, state=state)

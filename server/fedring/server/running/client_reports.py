@@ -56,7 +56,7 @@ class ClientReports:
         rounds.presence(Matched(client))
         if rounds.last is not None and any(kind.outlasts(rounds.last) for kind in self._kinds):
             self._dispatch.over(rounds.last, rounds.latest, client)
-        for open_ in (*rounds, *rounds.carried()):
+        for open_ in (*rounds, *rounds.carried.of()):
             self._dispatch.remind(open_, rounds.latest, client)
 
     def left(self, session: Session) -> None:
@@ -98,14 +98,14 @@ class ClientReports:
         text = f"{client} {has}: {why}"
         if open_.unevaluated.get(client) != text:
             open_.unevaluated[client] = text
-            self._rounds.note(open_, "evaluation_failed", text, client)
+            self._rounds.journal.note(open_, "evaluation_failed", text, client)
 
     def failed(self, client: str, failure: pb.Failure) -> None:
         """Note that the client cannot train in a round."""
         if (told := self._rounds.told(failure.round, client)) is None:
             return
         if (open_ := self._rounds.into(told)) is None:
-            self._rounds.release(told, client)  # between two rounds of its job
+            self._rounds.carried.release(told, client)  # between two rounds of its job
         elif not self._note_failed(told, open_, client):
             return
         reason = failure.reason if _REASON.fullmatch(failure.reason) else "bad_reason"
@@ -122,7 +122,7 @@ class ClientReports:
             # group that has run goes on without a newcomer whose site was never asked about the job.
             of_the_worker = reason in _FAULTS_OF_THE_WORKER or (reason == NOT_APPROVED and open_.group.state.has_run)
             if not of_the_worker:
-                self._rounds.group_event(open_, gr.GroupClosed(reason))
+                self._rounds.groups.handle(open_, gr.GroupClosed(reason))
                 open_.retryable = open_.retryable and reason not in _FAULTS_OF_THE_CODE
 
     def _note_failed(self, told: OpenRound, open_: OpenRound, client: str) -> bool:
@@ -162,14 +162,14 @@ class ClientReports:
             self._metrics.stalled.inc()
             seconds = open_.job.stalled_after_seconds
             text = f"{client} is stalled: it has reported no progress for {seconds:g} s, and nobody waits for it"
-            self._rounds.note(open_, "client_stalled", text, client, clients=True)
+            self._rounds.journal.note(open_, "client_stalled", text, client, clients=True)
 
     def moved(self, client: str) -> None:
         """Note that the client makes progress."""
         for open_ in self._rounds:
             if open_.state.round is not None and client in open_.state.round.stalled:
                 self._rounds.handle(open_, Moved(client))
-                self._rounds.note(open_, "client_moves", f"{client} makes progress again", client, clients=True)
+                self._rounds.journal.note(open_, "client_moves", f"{client} makes progress again", client, clients=True)
 
     def transfer(self, session: Session) -> "Transfer":
         """Count an upload or a download of the client.

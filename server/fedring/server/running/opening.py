@@ -62,7 +62,7 @@ class RoundOpener:
 
         "" if it may.
         """
-        return await self._privacy.spent(job.row.job_id, job.spec, self._rounds.all_resumed)
+        return await self._privacy.spent(job.row.job_id, job.spec, self._rounds.interrupted.all_resumed)
 
     def close(self, job_id: int) -> None:
         """Note that a job opens no more rounds.
@@ -134,7 +134,7 @@ class RoundOpener:
             rounds.handle(open_, Abandoned(refused.reason))
             return open_
         open_.kind.resumed()
-        rounds.gather(open_, resumed=True)
+        rounds.groups.gather(open_, resumed=True)
         for session in self._sessions:
             if session.matched:
                 self._dispatch.remind(open_, rounds.latest, session.client_id)

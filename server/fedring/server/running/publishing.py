@@ -17,7 +17,7 @@ from fedring.server.round.events import OPEN, Abandoned, Lost, Phase, Published
 from fedring.server.round.metrics import RoundMetrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.running.private_rounds import RoundPrivacy
-from fedring.server.running.rounds import Rounds
+from fedring.server.running.rounds import Rounds, abandon
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageError, StorageFailed
@@ -102,13 +102,13 @@ class Publisher:
         self._metrics.guarded(ended.stats)
         self._models.versions.remember(model)
         here = self._sessions.here(open_.job.clients) if open_.job.evaluate else []
-        evaluators = [client for client in here if rounds.has_room(open_, client)]
+        evaluators = [client for client in here if rounds.turns.has_room(open_, client)]
         rounds.handle(open_, Published(frozenset(evaluators)))
         self.end_training(open_)
         for client in evaluators:
             self._dispatch.evaluate(open_, model, client)
         text = f"{open_.title} published model {model.version} in {ended.stats['seconds']:.2f} s"
-        rounds.tell(open_, "round_published", text)
+        rounds.journal.tell(open_, "round_published", text)
 
     async def evaluated(self, open_: OpenRound, model: ModelRow) -> None:
         """Note the figures of the model that a round has published."""
@@ -127,11 +127,11 @@ class Publisher:
         if rule and not result_of(stats["metrics"], rule):
             sentence += f"; it has no {rule.split()[1]}, so best_by cannot choose its model"
         sentence += "".join(f"; {warning}" for warning in stats.get("warnings", ()))
-        self._rounds.tell(open_, "round_evaluated", sentence)
+        self._rounds.journal.tell(open_, "round_evaluated", sentence)
 
     def _tell_failed(self, open_: OpenRound, text: str) -> None:
         """Tell operators that the server has failed to evaluate a model."""
-        self._rounds.tell(open_, "evaluation_failed", text)
+        self._rounds.journal.tell(open_, "evaluation_failed", text)
 
     async def damaged(self, error: DamagedModel) -> None:
         """End the rounds that start from a damaged model.
@@ -141,7 +141,7 @@ class Publisher:
         hit = [each for each in self._rounds if each.base.version == error.version and each.phase in OPEN]
         for open_ in hit:
             self._note_damage(open_, error)
-            await self._rounds.abandon(open_, error.reason)
+            await abandon(self._rounds, open_, error.reason)
         if not hit:
             log.error("%s", error.detail)
 
@@ -151,7 +151,7 @@ class Publisher:
 
     def end_training(self, open_: OpenRound) -> None:
         """Tell workers and clients that the round has closed."""
-        self._rounds.group_event(open_, gr.GroupClosed(open_.row.reason))
+        self._rounds.groups.handle(open_, gr.GroupClosed(open_.row.reason))
         self._dispatch.ended(open_, self._rounds.latest)
 
     async def _go_on_without(self, open_: OpenRound, error: DamagedUpdates) -> None:
@@ -167,7 +167,7 @@ class Publisher:
             rounds.handle(open_, Lost(client))
             text = f"{text}: what it had learned is lost"
             open_.failures.append(text)
-            self._rounds.note(open_, "blob_damaged", text, client, clients=True)
+            self._rounds.journal.note(open_, "blob_damaged", text, client, clients=True)
         round_ = open_.state.round
         few = round_ is not None and len(round_.delivered) < round_.rules.min_to_aggregate
         if few or not can_publish:
@@ -176,7 +176,7 @@ class Publisher:
     def _note_damage(self, open_: OpenRound, error: DamagedModel) -> None:
         open_.failures.insert(0, error.detail)
         open_.retryable = False
-        self._rounds.tell(open_, "blob_damaged", error.detail)
+        self._rounds.journal.tell(open_, "blob_damaged", error.detail)
 
 
 async def wait_for_disk(facts: Facts, open_: OpenRound) -> None:

@@ -88,7 +88,7 @@ class RoundRunner:
             elif effect is not None:
                 await self._perform(open_, effect)
             else:
-                rounds.expect_workers(open_)
+                rounds.groups.expect(open_)
                 wait = min(rd.wake_at(open_.state, now) - now, self._tell_progress(open_, progress, now))
                 with suppress(TimeoutError):  # a deadline is due
                     async with asyncio.timeout(None if wait == inf else max(wait, 0.001)):
@@ -144,19 +144,19 @@ class RoundRunner:
         overrides = overrides_of(labels, open_.job.override)
         selected = tuple(sorted(clients | open_.carried))
         row = replace(open_.row, phase=Phase.TRAINING, selected=selected, seconds_left=None, overrides=overrides)
-        self._rounds.draw(open_, clients)  # before anything is waited for: another round could draw them, too
+        self._rounds.turns.draw(open_, clients)  # before anything is waited for: another round could draw them, too
         try:
             await open_.kind.start(row)
             await self._facts.db(self._facts.store.rounds.replace, row)
         except StorageFailed:
-            self._rounds.draw(open_, ())
+            self._rounds.turns.draw(open_, ())
             return  # it is due again, and waits for the disk where a stop need not wait
         open_.row, open_.started = row, time.monotonic()
         self._rounds.handle(open_, Started(frozenset(selected), open_.kind.steps(clients)))
-        self._rounds.gather(open_)
+        self._rounds.groups.gather(open_)
         self._dispatch.train_all(open_, clients)
         text = f"{open_.title} trains on {counted(len(selected), 'client')}"
-        self._rounds.tell(open_, "round_started", text)
+        self._rounds.journal.tell(open_, "round_started", text)
 
     def _tell_missing(self, open_: OpenRound) -> None:
         """Tell whom a round that has closed goes on without."""
@@ -169,7 +169,7 @@ class RoundRunner:
             if open_.state.round is not None and count >= rd.updates_needed(open_.state.round):
                 why = f"the {counted(count, 'update')} that it needs are here"
             text = f"{open_.title} ends without {names}: {why}"
-            self._rounds.tell(open_, "round_stragglers", text)
+            self._rounds.journal.tell(open_, "round_stragglers", text)
 
     async def _finish(self, open_: OpenRound) -> RoundResult:
         rounds, round_ = self._rounds, open_.state.round
@@ -180,10 +180,10 @@ class RoundRunner:
             if open_.made is not None:
                 await self._publisher.evaluated(open_, open_.made)
         if not open_.outstanding:
-            rounds.over.add(open_.row.round)
+            rounds.carried.over.add(open_.row.round)
         await drop_partials(rounds, self._facts)
         await self._publisher.forget(open_)
-        rounds.note_absent(open_)
+        rounds.carried.note_absent(open_)
         rounds.handle(open_, Finished())
         rounds.end(open_)
         return outcome
@@ -197,7 +197,7 @@ class RoundRunner:
         self._publisher.end_training(open_)
         away = () if open_.row.selected else await facts.keep(facts.db, facts.store.updates.counts)
         reason = why_abandoned(open_, open_.state, away, self._listen)
-        self._rounds.tell(open_, "round_abandoned", f"{open_.title} was abandoned: {reason}")
+        self._rounds.journal.tell(open_, "round_abandoned", f"{open_.title} was abandoned: {reason}")
         return RoundResult(published=False, reason=reason, retryable=open_.retryable, unapproved=asked)
 
     def _tell_progress(self, open_: OpenRound, progress: RoundProgress, now: float) -> float:
@@ -207,7 +207,7 @@ class RoundRunner:
         """
         text, seconds = progress.news(open_.state, open_.title, now)
         if text and open_.phase is Phase.WAITING:
-            self._rounds.tell(open_, "round_waits", text)
+            self._rounds.journal.tell(open_, "round_waits", text)
         elif text:  # the journal has its updates one by one
             log.info("%s", text)
         return seconds
@@ -215,5 +215,5 @@ class RoundRunner:
 
 async def drop_partials(rounds: Rounds, facts: Facts) -> None:
     """Delete the partial uploads for commands that are over."""
-    while rounds.over:
-        await facts.db(facts.blobs.drop_partials, f"{rounds.over.pop()}-")
+    while rounds.carried.over:
+        await facts.db(facts.blobs.drop_partials, f"{rounds.carried.over.pop()}-")

@@ -178,7 +178,7 @@ class SecureRounds(KindMaker):
 
     def _find(self, number: int, client: str) -> "SecureRound":
         """Return the round, if it takes the client's messages."""
-        self._rounds.check_resumed(number)
+        self._rounds.interrupted.check(number)
         open_ = self._rounds.get(number)
         kind = open_.kind if open_ is not None and open_.phase in OPEN else None
         if not isinstance(kind, SecureRound) or not kind.exchange.has_begun:
@@ -400,7 +400,7 @@ class SecureRound(RoundKind):
         self._liars |= {client}
         title = self.open.title
         text = f"{title}: bad_share: {client} sent wrong shares, and later rounds go on without it: {why}"
-        self._rounds.note(self.open, "client_lied", text, client)
+        self._rounds.journal.note(self.open, "client_lied", text, client)
 
 
 def liars_before(rounds: RoundStore, row: RoundRow) -> frozenset[str]:
@@ -414,7 +414,7 @@ def liars_before(rounds: RoundStore, row: RoundRow) -> frozenset[str]:
 
 def _note(rounds: Rounds, open_: OpenRound, text: str) -> None:
     open_.failures.append(text)
-    rounds.tell(open_, "secure_clients_lost", f"{open_.title}: {text}")
+    rounds.journal.tell(open_, "secure_clients_lost", f"{open_.title}: {text}")
 
 
 def charge_of_sums(open_: OpenRound, state: ev.ProtocolState) -> ChargeRow | None:

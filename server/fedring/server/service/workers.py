@@ -60,7 +60,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
         finally:
             if self._streams.get(client) is replaced:
                 del self._streams[client]
-                self._rounds.group_event(open_, gr.WorkerLeft(client))
+                self._rounds.groups.handle(open_, gr.WorkerLeft(client))
 
     def _enter(self, client: str, message: pb.WorkerMessage | None) -> tuple[OpenRound, Rendezvous]:
         """Return the round and the group entered by a worker's first message.
@@ -71,14 +71,14 @@ class RendezvousService(rpc.RendezvousServiceServicer):
         if message is None or not message.HasField("enter"):
             raise BadRequest("the first message must be Enter")
         enter = message.enter
-        self._rounds.check_resumed(enter.round)
+        self._rounds.interrupted.check(enter.round)
         open_ = self._rounds.get(enter.round)
         group = open_.group if open_ is not None and client in open_.row.selected else None
         if open_ is None or group is None or not group.active or enter.run_id != open_.command.run_id:
             raise UnknownRound(f"no round {enter.round} of a group is open for {client}")
         if not group.can_know(enter.generation):
             raise BadRequest(f"no generation {enter.generation} was ever formed")
-        self._rounds.group_event(open_, gr.Entered(client, enter.generation))
+        self._rounds.groups.handle(open_, gr.Entered(client, enter.generation))
         return open_, group
 
     async def _listen(self, session: Session, open_: OpenRound, messages: AsyncIterator[pb.WorkerMessage]) -> None:
@@ -92,13 +92,13 @@ class RendezvousService(rpc.RendezvousServiceServicer):
             case "ready":
                 ready = message.ready
                 _check_address(ready.address)
-                self._rounds.group_event(open_, gr.Ready(client, ready.generation, ready.address, ready.steps))
+                self._rounds.groups.handle(open_, gr.Ready(client, ready.generation, ready.address, ready.steps))
             case "joined":
-                self._rounds.group_event(open_, gr.WorkerJoined(client, message.joined.generation))
+                self._rounds.groups.handle(open_, gr.WorkerJoined(client, message.joined.generation))
             case "broken":
                 broken = message.broken
                 reason = broken.reason if _NAME.fullmatch(broken.reason) else "broken"
-                self._rounds.group_event(open_, gr.Broken(client, broken.generation, reason))
+                self._rounds.groups.handle(open_, gr.Broken(client, broken.generation, reason))
             case "done":
                 check_done(message.done)
                 done = message.done
@@ -106,7 +106,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
                 if open_.group is not None:
                     open_.group.note(client, done)
                 event = gr.WorkerDone(client, done.generation, done.digest, not done.cannot_deliver)
-                self._rounds.group_event(open_, event)
+                self._rounds.groups.handle(open_, event)
             case _:
                 raise BadRequest("this message is not known, or came too late")
 

@@ -2,5 +2,5 @@
 
 Its header and its payload are checked. What a client sends is hostile until it was admitted here. Nothing here imports
 gRPC's server.
-Of the server, this room imports `aggregation`, `round` and `state`.
+Of the server, this room imports `aggregation`, `round`, `running` and `state`.
 """

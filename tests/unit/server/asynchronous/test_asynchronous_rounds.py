@@ -288,7 +288,7 @@ async def test_the_clocks_of_commands_stand_still_while_nothing_can_be_kept(tmp_
         _, sessions, told = await begin(host, "fast", "slow", concurrency=2, buffer=1, rounds=9)
         await host.push(sessions["fast"], told["fast"], ONES)
         told["fast"] = await host.command(sessions["fast"])
-        storage, open_, rounds = host.facts.storage, host.round, (host.round, *host.rounds.carried())
+        storage, open_, rounds = host.facts.storage, host.round, (host.round, *host.rounds.carried.of())
 
         async def ends() -> list[float]:
             """Return when the commands end: by the rounds' clocks, and by the rows that a restart finds."""
@@ -351,7 +351,7 @@ async def test_a_server_killed_between_two_rounds_still_knows_its_commands(tmp_p
         await model_of(host, told["a"].round)
         await until_training(host, told["a"].round)
     async with running(tmp_path) as host:  # as if the second round had never been opened
-        numbers = {row.round for row in host.rounds.interrupted.values()}
+        numbers = {row.round for row in host.rounds.interrupted.rows.values()}
         assert told["slow"].round in numbers
         again = host.join("slow")
         command = await host.command(again)

@@ -164,8 +164,8 @@ async def test_a_client_takes_part_in_as_many_rounds_as_it_says(tmp_path: Path) 
         third = host.rounds.of_job(3)
         assert third is not None
         assert (third.phase, third.state.busy) == (Phase.WAITING, frozenset({"two"}))
-        assert host.rounds.holders == {"two": [1, 2]}
-        assert why_busy(host.rounds.holders["two"], 2).startswith("it takes part in a round of job 1, 2")
+        assert host.rounds.turns.jobs == {"two": [1, 2]}
+        assert why_busy(host.rounds.turns.jobs["two"], 2).startswith("it takes part in a round of job 1, 2")
         assert "max_jobs is 0" in why_busy((), 0)
         for command in commands:
             await host.offer(host.update(command, "two"))
@@ -258,12 +258,12 @@ async def test_a_restart_resumes_every_job_that_ran(tmp_path: Path) -> None:
         await host.command(sessions[0])  # and the next one has begun
     # With a lower limit all three go on, too; the first new one waits.
     async with running(tmp_path / "all", max_running_jobs=1) as host:
-        assert len(host.rounds.interrupted) == 3 or list(host.rounds)
+        assert len(host.rounds.interrupted.rows) == 3 or list(host.rounds)
         await host.jobs.start(named("fourth"), "")
         async with fleet(host, clients):
             assert [await host.ended(job_id) for job_id in range(1, 5)] == ["completed"] * 4
         assert [await model_of(host, job_id) for job_id in range(1, 4)] == expected
-        assert host.rounds.interrupted == {}
+        assert host.rounds.interrupted.rows == {}
 
 
 async def test_no_new_round_draws_the_clients_of_one_that_waits_to_be_resumed(tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ async def test_after_a_restart_no_budget_is_spent_before_an_asynchronous_round_g
             await host.command(session)
     host = Host(tmp_path, max_running_jobs=2)
     await reload(host.parts)
-    assert not host.rounds.all_resumed.is_set()
+    assert not host.rounds.interrupted.all_resumed.is_set()
     second, _ = await host.jobs.start(named("second", **keys), "")
     waiting, _ = await host.parts.starter.begin(second, named("second", **keys))
     refused = asyncio.create_task(host.parts.opener.refuses(waiting))

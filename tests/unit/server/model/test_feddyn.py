@@ -30,6 +30,7 @@ from fedring.server.model.transforms.named import feddyn
 from fedring.server.model.transforms.states import read_states
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.running.private_rounds import RoundPast
+from fedring.server.running.rounds import abandon
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.checked import CheckedReader, read_checked
 from fedring.server.state.failures import DamagedModel
@@ -245,7 +246,7 @@ async def test_h_takes_in_what_abandoned_rounds_have_accepted(tmp_path: Path) ->
         for session, delta in ((a, deltas[0]), (b, deltas[1])):
             await host.push(session, await host.command(session), delta.astype(np.float32))
         await host.push(a, await host.command(a), deltas[2].astype(np.float32))
-        await host.rounds.abandon(host.round, "barrier_timeout")
+        await abandon(host.rounds, host.round, "barrier_timeout")
         await host.command(b)
         for session, delta in ((a, deltas[3]), (b, deltas[0])):
             await host.push(session, await host.command(session), delta.astype(np.float32))

@@ -12,6 +12,7 @@ from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.round.events import Left, Phase
 from fedring.server.round.open_round import OpenRound
+from fedring.server.running.rounds import abandon
 from fedring.server.sessions.sessions import Session
 from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
@@ -130,7 +131,7 @@ async def test_a_stop_a_loss_and_a_failure_concern_their_own_round(both: tuple[H
     host.sessions.drop(sessions["y"])
     host.rounds.presence(Left("y"))
     assert ("y" in first.state.members, "y" in second.state.members) == (False, True)  # that one waits for it
-    assert await host.rounds.abandon(host.rounds.of_job(first.row.job_id), "stopped") == first.row.round
+    assert await abandon(host.rounds, host.rounds.of_job(first.row.job_id), "stopped") == first.row.round
     assert not (await runs[0]).published
     assert (second.phase, list(host.rounds)) == (Phase.TRAINING, [second])
     runs[1].cancel()
@@ -146,7 +147,7 @@ async def test_each_open_round_has_a_group_of_its_own_with_another_generation(tm
     groups = [open_.group for open_ in open_rounds if open_.group is not None]
     assert sorted(group.generation for group in groups) == [1, 2]
     assert [sorted(group.state.expected) for group in groups] == [["a", "b"], ["x", "y"]]
-    host.rounds.group_event(open_rounds[0], gr.Entered("a"))
+    host.rounds.groups.handle(open_rounds[0], gr.Entered("a"))
     assert [set(group.state.workers) for group in groups] == [{"a"}, set()]
     for run in runs:
         run.cancel()
