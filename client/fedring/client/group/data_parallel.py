@@ -18,6 +18,8 @@ from fedring.client.group.round import job_key, parse_table, peer_options, plan_
 from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task
 from fedring.ddp import DGCState
+from fedring.job_code import job_code
+from fedring.train.batches import size_of
 from fedring.train.dgc_optimizer import make_optimizer
 from fedring.train.jobs.data_parallel_table import DataParallel
 from fedring.train.loop import Loss, OptimizerFactory
@@ -141,6 +143,12 @@ class DataParallelPart:
         if state.checkpoints and state.checkpoints.steps and not state.workers:
             return state.checkpoints.steps[0]
         return state.replica.progress.steps
+
+    @property
+    def samples_found(self) -> int:
+        """The number of training samples, equal on all workers."""
+        with job_code():
+            return size_of(self.setup.samples)
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -192,6 +192,11 @@ class PipelinePart:
         return self.state.checkpoints.steps
 
     @property
+    def samples_found(self) -> int:
+        """Zero: the workers compare their samples themselves."""
+        return 0
+
+    @property
     def metrics(self) -> dict[str, float]:
         """The figures of the training, by name."""
         facts = {"workers": self.setup.table.workers, "job_steps": self.steps}
