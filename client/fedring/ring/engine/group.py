@@ -249,6 +249,8 @@ class Group:
     def send(self, operation: Operation, send: Send) -> None:
         """Send an operation's bytes to a rank."""
         head = self._head(operation.what, operation.key, operation.signature, tag=send.tag, part=send.part)
+        if send.total:
+            head.total = send.total
         self._links.send(self.members[send.to], Outgoing(head, send.data, operation.sent))
 
     def ended(self, operation: Operation) -> None:
