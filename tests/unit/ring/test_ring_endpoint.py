@@ -2,6 +2,7 @@
 
 import threading
 import time
+import tracemalloc
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -219,6 +220,24 @@ def test_frames_of_an_unknown_group_and_of_unknown_operations_are_bounded() -> N
         receive = start(pair.group, collectives.receive(1, memoryview(bytearray(1))))
         with pytest.raises(Overrun):
             receive.wait(SECONDS)
+        pair.close()
+
+
+@pytest.mark.parametrize("group", [group_id("world"), 12345])
+def test_frames_that_come_after_too_many_take_no_memory(group: int) -> None:
+    """The peer learns of the failure, but it need not stop."""
+    pair = Pair(RingOptions(max_early_bytes=1 << 20))
+    for _ in range(17):
+        pair.impostor.send(bytes(1 << 16), key="later", group=group)
+    until(lambda: pair.endpoint.failure is not None)
+    tracemalloc.start()
+    try:
+        for _ in range(100):
+            pair.impostor.send(bytes(1 << 16), key="later", group=group)
+        pair.wait_until_handled()
+        assert tracemalloc.get_traced_memory()[0] < 1 << 21
+    finally:
+        tracemalloc.stop()
         pair.close()
 
 

@@ -41,10 +41,15 @@ class EarlyFrames(Generic[Key, Sender]):
         return key in self._frames
 
     def keep(self, key: Key, sender: Sender, frame: Frame) -> bool:
-        """Keep a frame. Return whether all frames together are within the limit."""
+        """Keep a frame, unless all frames together would exceed the limit.
+
+        Returns whether it is kept.
+        """
+        if self._bytes + frame.cost > self._limit:
+            return False
         self._frames.setdefault(key, []).append((sender, frame))
         self._bytes += frame.cost
-        return self._bytes <= self._limit
+        return True
 
     def first_from(self, sender: Sender) -> Frame | None:
         """Return the first unclaimed frame of a sender, if any."""
