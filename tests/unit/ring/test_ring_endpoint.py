@@ -124,6 +124,14 @@ def test_only_the_beginning_of_an_error_that_a_peer_reports_is_kept(pair: Pair) 
     assert str(raised.value) == "x" * 1000
 
 
+def test_an_error_that_a_peer_reports_cannot_command_a_terminal(pair: Pair) -> None:
+    operation = pair.allreduce()
+    pair.impostor.send(b"a stage has failed:\n\x1b]0;title\x07 \xff", kind=pb.FRAME_KIND_ABORT)
+    with pytest.raises(RingError) as raised:
+        operation.wait(SECONDS)
+    assert str(raised.value) == "a stage has failed:\n\\x1b]0;title\\x07 \ufffd"
+
+
 @pytest.mark.parametrize("payload", [b"", TWOS[:-1], TWOS + b"!"])
 def test_a_payload_of_another_size_is_a_mismatch(pair: Pair, payload: bytes) -> None:
     operation = pair.allreduce()
