@@ -125,8 +125,7 @@ class DataParallelTrainer:
                 model, make_optimizer(optimizer, parameters, plan.lr, plan.momentum, dgc_momentum=applied)
             )
             replica.shared = hook.shared
-            if self._key[:3] not in ((), key[:3]):
-                self._warn_of_loss()
+            self._warn_of_loss()
             checkpoints = None
             if table.checkpoint_every:
                 folder = begin_job(self._folder, self._folder_of(task).name, adopt="step-*.safetensors")
@@ -139,7 +138,10 @@ class DataParallelTrainer:
         return self._folder / hashlib.sha256(job_name(job_key(task)).encode()).hexdigest()[:32]
 
     def _warn_of_loss(self) -> None:
-        """Warn if the job before, which may go on, has no checkpoints."""
+        """Warn if a job that may go on loses its state.
+
+        This happens if it has no checkpoints, and a round of another job comes between two of its own.
+        """
         if self._state is not None and self._state.checkpoints is None and not self._is_over:
             log.warning(
                 "job %s takes no checkpoints: after a round of another job its optimizer and residuals begin anew",
