@@ -116,14 +116,18 @@ def test_operators_are_told_once_that_workers_have_found_other_numbers_of_sample
     opened = clients("b", "a")
     _, events = start(control, 2)
     b, a = workers(opened)
-    for time in range(2):
+
+    def form() -> int:
         generation = a.be_ready(samples[0])
         assert b.be_ready(samples[1]) == generation
         for worker in (a, b):
             worker.join(generation)
-        if time == 0:
-            assert (a.hear("start").generation, b.hear("start").generation) == (generation, generation)
-            a.say(broken=pb.Broken(generation=generation, reason="mismatch"))
+        return generation
+
+    first = form()
+    assert (a.hear("start").generation, b.hear("start").generation) == (first, first)
+    a.say(broken=pb.Broken(generation=first, reason="mismatch"))
+    generation = form()
     a.train(generation)
     b.train(generation)
     b.hear("wait")

@@ -92,8 +92,8 @@ class RendezvousService(rpc.RendezvousServiceServicer):
             case "ready":
                 ready = message.ready
                 _check_address(ready.address)
-                event = gr.Ready(client, ready.generation, ready.address, ready.steps, ready.samples)
-                self._rounds.group_event(open_, event)
+                said = gr.Ready(client, ready.generation, ready.address, ready.steps, ready.samples)
+                self._rounds.group_event(open_, said)
             case "joined":
                 self._rounds.group_event(open_, gr.WorkerJoined(client, message.joined.generation))
             case "broken":
