@@ -116,7 +116,8 @@ def test_a_worker_that_dies_while_it_writes_a_checkpoint_takes_over_that_of_anot
         fleet.clients[0].wait(SECONDS)
         started.until("group_lost")  # in the step after the checkpoint
         fleet.clients[1].send(signal.SIGKILL)
-        assert [path.suffix for path in (tmp_path / "state" / "client-0" / "checkpoints").iterdir()] == [".part"]
+        (folder,) = (tmp_path / "state" / "client-0" / "checkpoints").iterdir()
+        assert [path.suffix for path in folder.iterdir()] == [".part"]
         del fleet.clients[0].env["FL_CRASH_AT"]
         fleet.restart(0)
         fleet.restart(1)

@@ -14,6 +14,7 @@ from fedring.train.names.offered import collect
 from fedring.train.names.seam import build_model
 from fedring.train.tensors.files import load_model
 from fedring.workers.shards import count_steps, epoch_order
+from tests.conftest import path_to
 from tests.fleets import Control, Flctl, Fleet, run_job
 from tests.reference_training import train_in_one_process
 
@@ -106,6 +107,22 @@ def test_each_way_to_send_gradients_trains(fleet: Fleet, name: str) -> None:
     for client in last.clients:
         report = dict(client.metrics)
         assert report["bytes_sent"] / report["steps"] < most * 4 * (75 * hidden + 10)
+
+
+def test_workers_that_find_other_numbers_of_samples_are_named(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "fewer").touch()
+    trusted = {"trusted": ["fedring", "faulty_stages"]}
+    clients: list[dict[str, Any]] = [trusted, {**trusted, "data_root": str(tmp_path / "data")}]
+    env = path_to(Path(__file__).parent)
+    with Fleet(tmp_path, trusted, clients, env=env) as fleet, Control(fleet.control) as control:
+        events = control.events()
+        started = control.start_job(job(data="faulty_stages:some", rounds=1))
+        texts = [one.text for one in control.follow_job(started.job_id, events) if one.kind == "other_samples"]
+        assert [text.partition(":")[0] for text in texts] == [
+            "client-1 has found 1436 training samples and client-0 1437"
+        ]
+        assert control.job(started.job_id).state == "completed"  # since they have taken as many steps
 
 
 def test_flctl_try_shows_the_workers_profile(flctl: Flctl, tmp_path: Path) -> None:

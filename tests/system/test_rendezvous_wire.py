@@ -50,10 +50,11 @@ class WireWorker:
         assert message.WhichOneof("message") == kind
         return getattr(message, kind)
 
-    def be_ready(self) -> int:
+    def be_ready(self, samples: int = 0) -> int:
         """Answer the next `prepare`; return its generation."""
         generation: int = self.hear("prepare").generation
-        self.say(ready=pb.Ready(generation=generation, address=f"{self.client.client_id}.example:1"))
+        address = f"{self.client.client_id}.example:1"
+        self.say(ready=pb.Ready(generation=generation, address=address, samples=samples))
         return generation
 
     def join(self, generation: int) -> pb.Group:
@@ -105,6 +106,35 @@ def test_workers_of_a_round_learn_each_others_addresses_and_one_delivers(control
     assert (round_.phase, round_.selected, round_.delivered, list(round_.missing)) == ("published", 2, 2, [])
     assert {client.client_id: client.num_samples for client in round_.clients} == {"a": 10, "b": 5}
     assert {client.client_id: dict(client.metrics) for client in round_.clients}["b"] == {"steps": 3.0}
+
+
+@pytest.mark.parametrize(("samples", "text"), [((7, 5), "b has found 5 training samples and a 7"), ((7, 0), "")])
+def test_operators_are_told_once_that_workers_have_found_other_numbers_of_samples(
+    control: Control, clients: Clients, samples: tuple[int, int], text: str
+) -> None:
+    """A worker of an older version does not say how many it has found."""
+    opened = clients("b", "a")
+    _, events = start(control, 2)
+    b, a = workers(opened)
+
+    def form() -> int:
+        generation = a.be_ready(samples[0])
+        assert b.be_ready(samples[1]) == generation
+        for worker in (a, b):
+            worker.join(generation)
+        return generation
+
+    first = form()
+    assert (a.hear("start").generation, b.hear("start").generation) == (first, first)
+    a.say(broken=pb.Broken(generation=first, reason="mismatch"))
+    generation = form()
+    a.train(generation)
+    b.train(generation)
+    b.hear("wait")
+    a.deliver()
+    told = [event.text for event in events if event.kind == "other_samples"]
+    assert len(told) == bool(text)
+    assert "".join(told).startswith(text)
 
 
 def test_the_command_carries_the_jobs_table(control: Control, clients: Clients) -> None:

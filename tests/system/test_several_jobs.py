@@ -65,6 +65,29 @@ def test_jobs_on_the_same_clients_make_the_models_that_each_makes_alone(
         assert models_of(control, [finished(control, job_id) for job_id in jobs]) == alone
 
 
+def test_jobs_of_one_group_take_turns_and_make_the_models_that_each_makes_alone(tmp_path: Path) -> None:
+    """What a worker keeps of a job between its rounds, such as momentum, outlives the rounds of the others."""
+    layers = {"model_args": {"hidden": 32, "layers": 3}, "model": "fedring.train.models:digits_mlp"}
+    fixed = {"rounds": 3, "min_clients": 2, "subset_size": 128, "evaluate": False, "start": "fresh", "momentum": 0.9}
+    modes: list[dict[str, Any]] = [
+        {"mode": "data_parallel"},
+        {"mode": "data_parallel", **layers, "data_parallel": {"hook": "dgc", "ratio": 0.05}},
+        {"mode": "pipeline", **layers, "pipeline": {"stages": 2, "micro_batches": 2}},
+    ]
+    specs = [{**fixed, **mode, "name": f"job-{number}"} for number, mode in enumerate(modes)]
+    made = []
+    for running in (1, len(specs)):
+        folder = tmp_path / str(running)
+        settings = {"max_running_jobs": running, "keep_models": 100}
+        with Fleet(folder, settings, [{}, {}]) as fleet, Control(fleet.control) as control:
+            until_watching(control, 2)
+            jobs = [control.start_job(spec).job_id for spec in specs]
+            made.append(models_of(control, [finished(control, job_id) for job_id in jobs]))
+            (kept,) = (folder / "state" / "client-0" / "checkpoints").iterdir()  # of the job that ended last
+    assert made[0] == made[1]
+    assert kept.is_dir()
+
+
 def test_two_jobs_that_race_for_a_sites_epsilon_never_overspend_it(tmp_path: Path) -> None:
     """Of a limit that has room for three rounds, two jobs at once spend three, whichever they are."""
     limit = (epsilon([1.0] * 3, 1e-5) + epsilon([1.0] * 4, 1e-5)) / 2

@@ -2,11 +2,14 @@
 
 from grpc import StatusCode
 
+from fedring.daemon.logs import visible
 from fedring.rpc.errors import FedringError
 
 
 class RingError(FedringError, RuntimeError):
     """The generation has failed: no collective of it will work any more.
+
+    Its text, of which a peer may have said a part, has escapes for what is neither printable nor the end of a line.
 
     Attributes:
         rank: The rank that is lost or at fault, if it is known.
@@ -15,7 +18,7 @@ class RingError(FedringError, RuntimeError):
     status, reason = StatusCode.ABORTED, "ring_failed"
 
     def __init__(self, detail: str = "", *, rank: int | None = None) -> None:
-        super().__init__(detail)
+        super().__init__("\n".join(map(visible, detail.split("\n"))))
         self.rank = rank
 
 

@@ -100,17 +100,13 @@ class StageCheckpoints:
 
     Args:
         root: The folder for all jobs.
-        job: Names the job. Files of other jobs are deleted, as are damaged ones.
+        job: The name of the job's folder there, in which damaged files are deleted.
         max_file_bytes: A larger file of a peer is refused.
     """
 
     def __init__(self, root: Path, job: str, *, max_file_bytes: int) -> None:
         self._folder = root / job
         self.max_file_bytes = max_file_bytes
-        if root.exists():
-            for other in root.iterdir():
-                if other.name != job:
-                    delete(other)
         make_folder(self._folder)
         for part in self._folder.glob("*.part"):  # It was being written when the process was killed.
             part.unlink()

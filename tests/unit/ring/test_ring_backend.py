@@ -30,7 +30,11 @@ from fedring.ring import (
     allgather_bytes,
     traffic,
 )
+from fedring.ring.engine.collectives import PART_BYTES
 from fedring.ring.torch.work import deferred
+
+PART = PART_BYTES // 4
+"""Float32 values of a whole frame."""
 
 Make = Callable[..., list[RingProcessGroup]]
 
@@ -316,12 +320,15 @@ def _all_to_all(group: RingProcessGroup, rank: int, counts: tuple[int, int]) -> 
     return group.alltoall_base(torch.empty(sum(outputs)), torch.ones(sum(inputs)), outputs, inputs)
 
 
-@pytest.mark.parametrize("counts", [(3, 0), (0, 3)], ids=str)
+@pytest.mark.parametrize("counts", [(3, 0), (0, 3), (PART, 2 * PART), (2 * PART, PART)], ids=str)
 @pytest.mark.parametrize("start", [_gather, _scatter, _all_to_all])
-def test_no_values_where_the_other_rank_has_some_are_a_mismatch(
+def test_other_numbers_of_values_on_the_other_rank_are_a_mismatch(
     make: Make, start: Callable[[RingProcessGroup, int, tuple[int, int]], Any], counts: tuple[int, int]
 ) -> None:
-    """Neither rank may wait for frames that never come, or end with values that nobody takes."""
+    """Neither rank may wait for frames that never come, or end with values that nobody takes.
+
+    The first frames may be equally large.
+    """
     works = [start(group, rank, counts) for rank, group in enumerate(make(2))]
     errors = []
     for work in works:

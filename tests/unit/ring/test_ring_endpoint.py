@@ -2,6 +2,7 @@
 
 import threading
 import time
+import tracemalloc
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -123,6 +124,14 @@ def test_only_the_beginning_of_an_error_that_a_peer_reports_is_kept(pair: Pair) 
     assert str(raised.value) == "x" * 1000
 
 
+def test_an_error_that_a_peer_reports_cannot_command_a_terminal(pair: Pair) -> None:
+    operation = pair.allreduce()
+    pair.impostor.send(b"a stage has failed:\n\x1b]0;title\x07 \xff", kind=pb.FRAME_KIND_ABORT)
+    with pytest.raises(RingError) as raised:
+        operation.wait(SECONDS)
+    assert str(raised.value) == "a stage has failed:\n\\x1b]0;title\\x07 \ufffd"
+
+
 @pytest.mark.parametrize("payload", [b"", TWOS[:-1], TWOS + b"!"])
 def test_a_payload_of_another_size_is_a_mismatch(pair: Pair, payload: bytes) -> None:
     operation = pair.allreduce()
@@ -219,6 +228,24 @@ def test_frames_of_an_unknown_group_and_of_unknown_operations_are_bounded() -> N
         receive = start(pair.group, collectives.receive(1, memoryview(bytearray(1))))
         with pytest.raises(Overrun):
             receive.wait(SECONDS)
+        pair.close()
+
+
+@pytest.mark.parametrize("group", [group_id("world"), 12345])
+def test_frames_that_come_after_too_many_take_no_memory(group: int) -> None:
+    """The peer learns of the failure, but it need not stop."""
+    pair = Pair(RingOptions(max_early_bytes=1 << 20))
+    for _ in range(17):
+        pair.impostor.send(bytes(1 << 16), key="later", group=group)
+    until(lambda: pair.endpoint.failure is not None)
+    tracemalloc.start()
+    try:
+        for _ in range(100):
+            pair.impostor.send(bytes(1 << 16), key="later", group=group)
+        pair.wait_until_handled()
+        assert tracemalloc.get_traced_memory()[0] < 1 << 21
+    finally:
+        tracemalloc.stop()
         pair.close()
 
 

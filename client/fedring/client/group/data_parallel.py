@@ -3,8 +3,10 @@
 Each worker trains the whole model on its share of each batch.
 """
 
+import hashlib
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +16,13 @@ from torch.utils.data import Dataset
 from fedring.client.config import ClientConfig
 from fedring.client.group.checkpoints import JobCheckpoints, job_name
 from fedring.client.group.hooks import JobHook, make_hook
+from fedring.client.group.job_folders import begin_job, end_job
 from fedring.client.group.round import job_key, parse_table, peer_options, plan_of, take_part
 from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task
 from fedring.ddp import DGCState
+from fedring.job_code import job_code
+from fedring.train.batches import size_of
 from fedring.train.dgc_optimizer import make_optimizer
 from fedring.train.jobs.data_parallel_table import DataParallel
 from fedring.train.loop import Loss, OptimizerFactory
@@ -61,6 +66,7 @@ class DataParallelTrainer:
         self._device = device
         self._key: tuple[object, ...] = ()
         self._state: DataParallelState | None = None
+        self._is_over = False  # whether its job has trained its last round
 
     def train(
         self, task: Task, model: nn.Module, samples: Dataset[Any], *, loss: Loss, optimizer: OptimizerFactory
@@ -101,6 +107,9 @@ class DataParallelTrainer:
             task.submit(model, samples, part.metrics, part.usage.seconds)
 
         take_part(task, part, self._options, deliver)
+        if plan.job_round >= task.job.rounds:
+            self._is_over = True
+            end_job(self._folder_of(task))
 
     def _state_for(
         self, task: Task, model: nn.Module, optimizer: OptimizerFactory, table: DataParallel
@@ -116,9 +125,28 @@ class DataParallelTrainer:
                 model, make_optimizer(optimizer, parameters, plan.lr, plan.momentum, dgc_momentum=applied)
             )
             replica.shared = hook.shared
-            checkpoints = JobCheckpoints(self._folder, job_name(key[:3])) if table.checkpoint_every else None
-            self._state, self._key = DataParallelState(replica, hook, checkpoints), key
+            self._warn_of_loss()
+            checkpoints = None
+            if table.checkpoint_every:
+                folder = begin_job(self._folder, self._folder_of(task).name, adopt="step-*.safetensors")
+                checkpoints = JobCheckpoints(folder, job_name(key[:3]))
+            self._state, self._key, self._is_over = DataParallelState(replica, hook, checkpoints), key, False
         return self._state
+
+    def _folder_of(self, task: Task) -> Path:
+        """Return the folder of a job's checkpoints."""
+        return self._folder / hashlib.sha256(job_name(job_key(task)).encode()).hexdigest()[:32]
+
+    def _warn_of_loss(self) -> None:
+        """Warn if a job that may go on loses its state.
+
+        This happens if it has no checkpoints, and a round of another job comes between two of its own.
+        """
+        if self._state is not None and self._state.checkpoints is None and not self._is_over:
+            log.warning(
+                "job %s takes no checkpoints: after a round of another job its optimizer and residuals begin anew",
+                self._key[2],
+            )
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +169,12 @@ class DataParallelPart:
         if state.checkpoints and state.checkpoints.steps and not state.workers:
             return state.checkpoints.steps[0]
         return state.replica.progress.steps
+
+    @property
+    def samples_found(self) -> int:
+        """The number of training samples, equal on all workers."""
+        with job_code():
+            return size_of(self.setup.samples)
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
+from fedring.client.group.job_folders import begin_job, end_job
 from fedring.client.group.round import job_key, parse_table, peer_options, plan_of, take_part
 from fedring.client.group.whole_model import WholeModel
 from fedring.client.pipeline_metrics import KINDS, PipelineMetrics
@@ -140,6 +141,8 @@ class PipelineTrainer:
 
         try:
             take_part(task, part, self._options, deliver)
+            if plan.job_round >= task.job.rounds:
+                end_job(self._folder / self._name_of(task, model))
         finally:
             task.end.update_file.unlink(missing_ok=True)  # if another worker has delivered the update
 
@@ -164,11 +167,16 @@ class PipelineTrainer:
             # Layers are measured with values, and the whole model is in memory meanwhile.
             measured = whole() if table.cut == "time" else model
             counts = count_layers(measured, table, lambda: _first_inputs(samples, size))
-            folder = hashlib.sha256(repr((*job_key(task), schema_of(model).hash)).encode()).hexdigest()[:32]
+            folder = self._name_of(task, model)
+            begin_job(self._folder, folder)
             most = _MOST_STATE * sum(t.numel() * t.element_size() for _, t in tensors_of(model)) + _MOST_HEADER
             self._state = PipelineState(StageCheckpoints(self._folder, folder, max_file_bytes=most), counts)
             self._key = key
         return self._state
+
+    def _name_of(self, task: Task, model: nn.Module) -> str:
+        """Return the name of the folder of a job's checkpoints."""
+        return hashlib.sha256(repr((*job_key(task), schema_of(model).hash)).encode()).hexdigest()[:32]
 
 
 @dataclass(slots=True, eq=False)
@@ -190,6 +198,11 @@ class PipelinePart:
     def steps(self) -> int:
         """The job's step of the newest checkpoint complete on all workers."""
         return self.state.checkpoints.steps
+
+    @property
+    def samples_found(self) -> int:
+        """Zero: the workers compare their samples themselves."""
+        return 0
 
     @property
     def metrics(self) -> dict[str, float]:

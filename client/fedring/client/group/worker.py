@@ -44,6 +44,11 @@ class WorkerPart(Protocol):
         ...
 
     @property
+    def samples_found(self) -> int:
+        """Training samples, for the server to compare; 0 = it need not."""
+        ...
+
+    @property
     def metrics(self) -> dict[str, float]:
         """The figures of the training, by name."""
         ...
@@ -136,7 +141,7 @@ class RoundWorker:
 
     def _train(self, endpoint: Endpoint) -> None:
         generation, part = endpoint.generation, self.part
-        ready = pb.Ready(generation=generation, address=endpoint.address, steps=part.steps)
+        ready = pb.Ready(generation=generation, address=endpoint.address, steps=part.steps, samples=part.samples_found)
         self.rendezvous.tell(pb.WorkerMessage(ready=ready))
         group = self._next(generation, "group").group
         members, identities = list(group.members), list(group.identities)

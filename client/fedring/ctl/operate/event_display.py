@@ -19,6 +19,10 @@ from fedring.v1 import control_pb2 as pb
 
 Show = Callable[[pb.Event], None]
 _OVER = ("published", "abandoned")
+_LINES = (
+    "round_evaluated", "round_abandoned", "job_ended", "client_lost", "group_lost", "other_samples", "update_refused",
+)  # fmt: skip
+_TOLD_ONCE = ("evaluation_failed", "other_samples")
 
 
 def display(output: Output, *, rounds: int, label: str, newest: pb.Round | None = None) -> AbstractContextManager[Show]:
@@ -63,9 +67,7 @@ def _round_line(event: pb.Event) -> str:
 
     It is empty for others.
     """
-    if event.kind in ("round_evaluated", "round_abandoned", "job_ended", "client_lost", "group_lost", "update_refused"):
-        return plain_line(event)
-    return ""
+    return plain_line(event) if event.kind in _LINES else ""
 
 
 @contextmanager
@@ -83,12 +85,12 @@ def _bar(rounds: int, label: str, newest: pb.Round | None = None) -> Iterator[Sh
     with Progress(*columns, console=stderr_console()) as progress:
         ended = _ended(newest) if newest else 0
         task = progress.add_task(visible(label), total=rounds, completed=ended, summary="waiting for clients")
-        told: set[str] = set()
+        told: set[tuple[str, str]] = set()
 
         def show(event: pb.Event) -> None:
-            # The bar has no room for a sentence. Evaluations that fail in each round are told once for each client.
-            if event.kind == "evaluation_failed" and event.client_id not in told:
-                told.add(event.client_id)
+            # The bar has no room for a sentence. What happens in each round is told once for each client.
+            if event.kind in _TOLD_ONCE and (event.kind, event.client_id) not in told:
+                told.add((event.kind, event.client_id))
                 progress.console.print(event.text, markup=False, highlight=False, soft_wrap=True)
             if event.HasField("state"):
                 summary = visible(event.text) if event.kind == "round_waits" else _summary(event.state)

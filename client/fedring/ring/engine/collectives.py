@@ -144,7 +144,7 @@ def gather(rank: int, outputs: Sequence[memoryview], mine: memoryview, root: int
     At the end, the root's `outputs[r]` is rank r's `mine`. Other ranks have no outputs.
     """
     if rank != root:
-        yield from send(root, mine)
+        yield from send(root, mine, told=True)
         return
     for source, into in enumerate(outputs):
         if source == root:
@@ -165,7 +165,7 @@ def scatter(rank: int, inputs: Sequence[memoryview], mine: memoryview, root: int
         if to == root:
             mine[:] = data
         else:
-            yield from send(to, data)
+            yield from send(to, data, told=True)
 
 
 def all_to_all(rank: int, size: int, outputs: Sequence[memoryview], inputs: Sequence[memoryview]) -> Program:
@@ -174,7 +174,7 @@ def all_to_all(rank: int, size: int, outputs: Sequence[memoryview], inputs: Sequ
     At the end, `outputs[r]` is `inputs[rank]` of rank r.
     """
     for to in _others(rank, size):
-        yield from send(to, inputs[to])
+        yield from send(to, inputs[to], told=True)
     outputs[rank][:] = inputs[rank]
     for source in _others(rank, size):
         yield from receive(source, outputs[source])
@@ -212,14 +212,20 @@ def monitored_barrier(rank: int, size: int) -> Program:
         yield Send(to, b"", tag=1)
 
 
-def send(to: int, data: memoryview) -> Program:
+def send(to: int, data: memoryview, *, told: bool = False) -> Program:
     """Send `data` to a rank.
 
     Of no bytes, too, there is a frame: a rank that waits for some, or for none, would not notice the difference.
+
+    Args:
+        to: The rank.
+        data: The bytes.
+        told: Whether the rank is told their number, since the operation's description does not say it.
     """
     if not data:
         yield Send(to, data)
-    yield from _send(to, data, tag=0)
+    for part, begin, end in parts(len(data), 1):
+        yield Send(to, data[begin:end], 0, part, len(data) if told and part == 0 else 0)
 
 
 def receive(source: int, data: memoryview) -> Program:
@@ -227,7 +233,7 @@ def receive(source: int, data: memoryview) -> Program:
     if not data:
         yield Receive(source, 0)
     for part, begin, end in parts(len(data), 1):
-        data[begin:end] = yield Receive(source, end - begin, 0, part)
+        data[begin:end] = yield Receive(source, end - begin, 0, part, len(data) if part == 0 else 0)
 
 
 def even_cuts(count: int, size: int) -> list[int]:

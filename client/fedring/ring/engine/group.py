@@ -41,10 +41,15 @@ class EarlyFrames(Generic[Key, Sender]):
         return key in self._frames
 
     def keep(self, key: Key, sender: Sender, frame: Frame) -> bool:
-        """Keep a frame. Return whether all frames together are within the limit."""
+        """Keep a frame, unless all frames together would exceed the limit.
+
+        Returns whether it is kept.
+        """
+        if self._bytes + frame.cost > self._limit:
+            return False
         self._frames.setdefault(key, []).append((sender, frame))
         self._bytes += frame.cost
-        return self._bytes <= self._limit
+        return True
 
     def first_from(self, sender: Sender) -> Frame | None:
         """Return the first unclaimed frame of a sender, if any."""
@@ -249,6 +254,8 @@ class Group:
     def send(self, operation: Operation, send: Send) -> None:
         """Send an operation's bytes to a rank."""
         head = self._head(operation.what, operation.key, operation.signature, tag=send.tag, part=send.part)
+        if send.total:
+            head.total = send.total
         self._links.send(self.members[send.to], Outgoing(head, send.data, operation.sent))
 
     def ended(self, operation: Operation) -> None:

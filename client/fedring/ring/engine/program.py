@@ -25,6 +25,7 @@ class Send(NamedTuple):
     data: Bytes
     tag: int = 0
     part: int = 0
+    total: int = 0  # bytes of all parts, for a receiver that may expect another number; 0 = it cannot
 
 
 class Receive(NamedTuple):
@@ -34,6 +35,7 @@ class Receive(NamedTuple):
     size: int  # exact number of bytes; -1 = any
     tag: int = 0
     part: int = 0
+    total: int = 0  # bytes of all parts, which the first one may tell; 0 = any
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -72,6 +74,7 @@ class Stepper:
         self._program = program
         self._what, self._key, self._rank, self._signature = what, key, rank, signature
         self._inbox: dict[tuple[int, int, int], memoryview] = {}
+        self._totals: dict[tuple[int, int, int], int] = {}  # that first parts in the inbox tell
 
     @property
     def has_what_it_waits_for(self) -> bool:
@@ -92,6 +95,8 @@ class Stepper:
         if place in self._inbox:
             raise sent_twice(source, frame, self._what)
         self._inbox[place] = frame.payload
+        if head.total:
+            self._totals[place] = head.total
 
     def step(self) -> Send | None:
         """Run the program until it sends, waits or ends.
@@ -106,9 +111,13 @@ class Stepper:
         """
         answer: memoryview | None = None  # a generator takes None first, and after a Send
         if (waited := self.waiting) is not None:
-            answer = self._inbox.pop((waited.source, waited.tag, waited.part))
+            answer = self._inbox.pop(self._place)
+            told = self._totals.pop(self._place, 0) if self._totals else 0
+            # Parts of equal sizes do not show that there are more of them, or fewer.
+            if told and 0 < waited.total != told:
+                raise other_size(waited.source, told, waited.total, what=self._what, key=self._key)
             if 0 <= waited.size != len(answer):
-                raise other_size(waited.source, answer, waited.size, what=self._what, key=self._key)
+                raise other_size(waited.source, len(answer), waited.size, what=self._what, key=self._key)
             self.waiting, self._place = None, _NOWHERE
         try:
             step = self._program.send(answer)  # type: ignore[arg-type]  # None first, see above
@@ -124,6 +133,7 @@ class Stepper:
         """End the program, and release the memory of its tensors."""
         self._program.close()
         self._inbox.clear()
+        self._totals.clear()
         self.waiting, self._place, self.ended = None, _NOWHERE, True
 
     def without_frames(self, ranks: Iterable[int]) -> list[int]:
@@ -138,9 +148,9 @@ def other_operation(source: int, frame: Frame, *, what: str, key: str, rank: int
     return Mismatch(f"rank {source} runs {frame.what or 'another operation'}, and {here}", rank=source)
 
 
-def other_size(source: int, data: memoryview, size: int, *, what: str, key: str) -> Mismatch:
-    """Return the error of data that has another size."""
-    return Mismatch(f"rank {source} sent {len(data)} bytes where {what} has {size} (key {key})", rank=source)
+def other_size(source: int, sent: int, size: int, *, what: str, key: str) -> Mismatch:
+    """Return the error of data that has another size, in bytes."""
+    return Mismatch(f"rank {source} sent {sent} bytes where {what} has {size} (key {key})", rank=source)
 
 
 def sent_twice(source: int, frame: Frame, what: str) -> BadFrame:

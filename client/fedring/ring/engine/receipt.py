@@ -77,7 +77,7 @@ class Receipt:
         elif self._payload is not None:
             self._taker.fail(sent_twice(source, frame, self.what))
         elif len(payload) != self._size:
-            self._taker.fail(other_size(source, payload, self._size, what=self.what, key=self.key))
+            self._taker.fail(other_size(source, len(payload), self._size, what=self.what, key=self.key))
         else:
             self._end(payload=payload)
 

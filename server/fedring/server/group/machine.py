@@ -46,6 +46,7 @@ class Worker:
     generation: int = 0  # the generation that it is ready for
     address: str = ""
     steps: int = 0
+    samples: int = 0  # that it has found to train on; 0 = it does not say
     joined: bool = False
     digest: bytes | None = None  # of the parameters that it ended with; None = it still trains
     can_deliver: bool = True  # whether it holds the whole update
@@ -124,6 +125,7 @@ class Ready:
     generation: int
     address: str
     steps: int = 0
+    samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +229,8 @@ def _hear(state: GroupState, event: Ready | WorkerJoined | Broken | WorkerDone, 
     """Return the state after a worker's message on the present generation."""
     client, worker = event.client, state.workers[event.client]
     match event:
-        case Ready(_, generation, address, steps) if state.phase is GroupPhase.GATHERING:
-            return _with(state, client, Worker(generation, address, steps))
+        case Ready(_, generation, address, steps, samples) if state.phase is GroupPhase.GATHERING:
+            return _with(state, client, Worker(generation, address, steps, samples))
         case _ if client not in state.members:
             return state
         case WorkerJoined() if state.phase is GroupPhase.JOINING:

@@ -49,6 +49,7 @@ class Rendezvous:
         self.round, self.moved = number, asyncio.Event()
         self.state = gr.GroupState(rules, frozenset(expected), generation=generation, since=time.monotonic())
         self._done, self._slowest, self._resumed = done, slowest, resumed
+        self._other_samples: dict[str, int] = {}  # what members had found when operators were told that it differs
 
     def handle(self, event: gr.Event) -> list[News]:
         """Apply the event, and return news of the change for operators."""
@@ -73,6 +74,8 @@ class Rendezvous:
             who = "1 worker goes" if len(after.members) == 1 else f"{len(after.members)} workers go"
             text = f"generation {after.generation}: {who} on after step {steps} of the job"
             news.append(("group_formed", text))
+            if text := self._new_difference({name: after.workers[name].samples for name in after.members}):
+                news.append(("other_samples", text))
         return news
 
     def note(self, client: str, done: pb.Done) -> None:
@@ -131,6 +134,25 @@ class Rendezvous:
     def view(self, client: str) -> pb.GroupMessage:
         """Return the client's present instruction."""
         return view(self.state, client)
+
+    def _new_difference(self, found: dict[str, int]) -> str:
+        """Return a sentence if members have found different numbers of samples.
+
+        It is empty if they have not, or if operators have been told before, in an earlier generation. Members that do
+        not say how many are left out.
+
+        Args:
+            found: The number of each member's training samples; 0 = it does not say.
+        """
+        said = {name: count for name, count in found.items() if count}
+        if len(set(said.values())) < 2 or said == self._other_samples:
+            return ""
+        self._other_samples = said
+        fewest, most = min(said, key=said.__getitem__), max(said, key=said.__getitem__)
+        return (
+            f"{fewest} has found {said[fewest]} training samples and {most} {said[most]}: all workers must find the "
+            "same, or the group takes some samples twice and leaves out others, or breaks"
+        )
 
     def _become(self, state: gr.GroupState) -> None:
         self.state = state

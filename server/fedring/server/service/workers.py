@@ -92,7 +92,8 @@ class RendezvousService(rpc.RendezvousServiceServicer):
             case "ready":
                 ready = message.ready
                 _check_address(ready.address)
-                self._rounds.groups.handle(open_, gr.Ready(client, ready.generation, ready.address, ready.steps))
+                said = gr.Ready(client, ready.generation, ready.address, ready.steps, ready.samples)
+                self._rounds.groups.handle(open_, said)
             case "joined":
                 self._rounds.groups.handle(open_, gr.WorkerJoined(client, message.joined.generation))
             case "broken":

@@ -30,6 +30,7 @@ _LEVELS = {
     "evaluation_failed": logging.WARNING,
     "client_lied": logging.WARNING,
     "client_refused": logging.WARNING,
+    "other_samples": logging.WARNING,
     "storage_failed": logging.ERROR,
     "blob_damaged": logging.ERROR,
     "database_failed_over": logging.ERROR,

@@ -9,7 +9,7 @@ const MOST_ROWS = 200;
 const GOOD = new Set(["round_published", "round_evaluated", "group_formed"]);
 const BAD = new Set([
   "round_abandoned", "client_failed", "evaluation_failed", "client_lied", "client_stalled", "round_stragglers", "client_lost", "client_refused", "update_refused", "group_lost", "storage_failed",
-  "blob_damaged",
+  "blob_damaged", "other_samples",
 ]);
 const STATES = { watching: ["good", "ready"], joined: ["warn", "joining"], away: ["bad", "away"] };
 

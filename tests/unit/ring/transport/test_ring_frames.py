@@ -32,6 +32,14 @@ def test_the_largest_head_of_a_first_part_fits_with_the_start_of_the_description
     assert read(write(head, b"payload", checksum=True)).head.what == head.what
 
 
+def test_the_largest_first_part_that_tells_how_long_all_parts_are_fits() -> None:
+    head = largest_head()
+    head.tag = head.part = 0
+    head.slot, head.length, head.total = 7, MAX_PAYLOAD, 1 << 50
+    head.what = fitting_what("w" * 1000, head.key)
+    assert read(write(head)).head == head
+
+
 def test_the_whole_description_of_a_usual_operation_fits() -> None:
     what = "allreduce sum torch.float32 [104857600] as torch.bfloat16"
     assert fitting_what(what, "123456") == what

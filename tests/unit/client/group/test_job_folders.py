@@ -1,0 +1,56 @@
+"""The folders of a worker's checkpoints: they outlive the rounds of a few other jobs."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fedring.client.group.job_folders import MOST_JOBS, begin_job, end_job
+
+
+def begun(root: Path, job: str, *, at: int) -> Path:
+    """Begin a job at a time in seconds, and leave a file in its folder."""
+    folder = begin_job(root, job)
+    (folder / "1.2.0.safetensors").touch()
+    os.utime(folder, (at, at))
+    return folder
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+def test_the_folders_of_the_newest_jobs_are_kept(tmp_path: Path) -> None:
+    for number in range(MOST_JOBS):
+        begun(tmp_path, f"job-{number}", at=number)
+    again = begun(tmp_path, "job-0", at=MOST_JOBS)
+    begin_job(tmp_path, "new")
+    assert names(tmp_path) == {"new", "job-0", *(f"job-{number}" for number in range(2, MOST_JOBS))}
+    assert (again / "1.2.0.safetensors").exists()
+
+
+def test_the_folder_of_a_job_that_is_over_goes_when_another_begins(tmp_path: Path) -> None:
+    folder = begun(tmp_path, "job", at=1)
+    end_job(folder)
+    begin_job(tmp_path, "job")  # its last round was not published, and comes again
+    begin_job(tmp_path, "other")
+    assert names(tmp_path) == {"job", "other"}
+    end_job(folder)
+    begin_job(tmp_path, "other")
+    assert names(tmp_path) == {"other"}
+
+
+@pytest.mark.parametrize("adopt", ["", "step-*.safetensors"])
+def test_files_of_the_first_version_go_to_a_job_that_may_have_left_them(tmp_path: Path, adopt: str) -> None:
+    for name in ("step-5.safetensors", "step-6.part"):
+        (tmp_path / name).touch()
+    folder = begin_job(tmp_path, "job", adopt=adopt)
+    assert names(tmp_path) == {"job"}
+    assert names(folder) == ({"step-5.safetensors"} if adopt else set())
+
+
+def test_a_job_begins_also_where_nothing_can_be_written(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    root.touch()
+    end_job(begin_job(root, "job"))
+    assert root.is_file()
