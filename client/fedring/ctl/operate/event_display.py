@@ -20,8 +20,14 @@ from fedring.v1 import control_pb2 as pb
 Show = Callable[[pb.Event], None]
 _OVER = ("published", "abandoned")
 _LINES = (
-    "round_evaluated", "round_abandoned", "job_ended", "client_lost", "group_lost", "other_samples", "update_refused",
-)  # fmt: skip
+    "round_evaluated",
+    "round_abandoned",
+    "job_ended",
+    "client_lost",
+    "group_lost",
+    "other_samples",
+    "update_refused",
+)
 _TOLD_ONCE = ("evaluation_failed", "other_samples")
 
 
