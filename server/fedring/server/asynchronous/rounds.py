@@ -134,7 +134,7 @@ class AsynchronousRound(RoundKind):
             if number != open_.row.round:
                 await self._carry(rows)
             else:
-                open_.outstanding.update(self._ends(rows))
+                open_.outstanding.update(_ends(open_, rows))
 
     async def _carry(self, rows: list[CommandRow]) -> None:
         """Take up the commands of one round that had ended."""
@@ -150,16 +150,11 @@ class AsynchronousRound(RoundKind):
         parts = (self._rounds, self._facts, self._sessions, self._metrics)
         told.kind = AsynchronousRound(told, self._table, *parts)
         told.published = first.published
-        told.outstanding.update(self._ends(rows))
+        told.outstanding.update(_ends(open_, rows))
         self._rounds.carried.keep(told)
         for session in self._sessions:
             if session.matched and session.client_id in told.outstanding:
                 self._dispatch.train(told, session.client_id)
-
-    def _ends(self, rows: Iterable[CommandRow]) -> dict[str, float]:
-        """Return the monotonic ends of commands, with time to come back."""
-        most, wall, now = self.open.job.deadline_seconds, time.time(), time.monotonic()
-        return {row.client_id: now + min(most, max(RECOVERY_SECONDS, row.until - wall)) for row in rows}
 
     def rules(self, rules: RoundRules) -> RoundRules:
         """See RoundKind.rules."""
@@ -184,7 +179,7 @@ class AsynchronousRound(RoundKind):
 
         That of a client that has failed since the round was opened is over: the round still counts on it.
         """
-        self.open.outstanding.update(self._until(clients))
+        self.open.outstanding.update(_until(self.open, clients))
         failed = self.open.carried.difference(self.going_on)
         return Deadlines({**self._deadlines().until, **dict.fromkeys(failed, -inf)})
 
@@ -195,9 +190,6 @@ class AsynchronousRound(RoundKind):
     def _deadlines(self) -> Deadlines:
         each = (self.open, *self._rounds.carried.of(self.open.row.job_id))
         return Deadlines({client: at for told in each for client, at in told.outstanding.items()})
-
-    def _until(self, clients: Iterable[str]) -> dict[str, float]:
-        return dict.fromkeys(clients, time.monotonic() + self.open.job.deadline_seconds)
 
     def resumed(self) -> None:
         """Wait for no client whose command was over before the restart."""
@@ -241,7 +233,7 @@ class AsynchronousRound(RoundKind):
                 rounds.turns.draw(open_, before)
                 raise
             open_.row = row
-            open_.outstanding.update(until := self._until(new))
+            open_.outstanding.update(until := _until(open_, new))
             for client in sorted(new):
                 rounds.handle(open_, Enlisted(client))
             rounds.handle(open_, Stepped(Given(until)))
@@ -292,3 +284,14 @@ class AsynchronousRound(RoundKind):
         return self.open.row.job_round == self.open.job.rounds or not (
             (self.open.published + 1) % self._table.evaluate_every
         )
+
+
+def _ends(open_: OpenRound, rows: Iterable[CommandRow]) -> dict[str, float]:
+    """Return the monotonic ends of commands, with time to come back."""
+    most, wall, now = open_.job.deadline_seconds, time.time(), time.monotonic()
+    return {row.client_id: now + min(most, max(RECOVERY_SECONDS, row.until - wall)) for row in rows}
+
+
+def _until(open_: OpenRound, clients: Iterable[str]) -> dict[str, float]:
+    """Return the monotonic ends of commands that are given now."""
+    return dict.fromkeys(clients, time.monotonic() + open_.job.deadline_seconds)

@@ -254,6 +254,7 @@ class CannotResume(Exception):
         self.reason = reason
 
 
+@dataclass(eq=False)
 class RoundKind:
     """The course of one open round of the plain kind.
 
@@ -269,14 +270,12 @@ class RoundKind:
         recoverable: errors in making the model that `recover` may mend.
     """
 
-    phases: tuple[PhaseStep, ...] = ()
-    tells_all = False
-    alone = False
-    lasting = False
-    recoverable: tuple[type[CodecError], ...] = ()
-
-    def __init__(self, open_: OpenRound) -> None:
-        self.open = open_
+    open: OpenRound
+    phases: ClassVar[tuple[PhaseStep, ...]] = ()
+    tells_all: ClassVar[bool] = False
+    alone: ClassVar[bool] = False
+    lasting: ClassVar[bool] = False
+    recoverable: ClassVar[tuple[type[CodecError], ...]] = ()
 
     async def prepare(self) -> None:
         """Complete the command and the rules of a new round.
