@@ -9,6 +9,9 @@ import logging
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError
 
+from fedring.server.state.failures import StorageFailed
+from fedring.server.state.sql.database import translate
+
 log = logging.getLogger(__name__)
 
 TABLE = (
@@ -32,18 +35,33 @@ WITHOUT_STANDBY = (
 
 
 def is_synchronous(engine: Engine) -> bool:
-    """Return whether a commit waits until a standby has it."""
-    with engine.begin() as connection:
-        return bool(connection.execute(text(f"SELECT {_SYNCHRONOUS}")).scalar_one())
+    """Return whether a commit waits until a standby has it.
+
+    Raises:
+        StorageFailed: The database does not say so now.
+        Deposed: The session has ended.
+    """
+    try:
+        with engine.begin() as connection:
+            return bool(connection.execute(text(f"SELECT {_SYNCHRONOUS}")).scalar_one())
+    except DBAPIError as error:
+        _raise_if_passing(error)
+        return False
 
 
 def may_have_lost_commits(engine: Engine) -> bool:
-    """Return whether a failover of the database may have lost commits."""
+    """Return whether a failover of the database may have lost commits.
+
+    Raises:
+        StorageFailed: The database does not say so now.
+        Deposed: The session has ended.
+    """
     query = f"SELECT timeline, {_TIMELINE} AS now, synchronous FROM database_timeline"
     try:
         with engine.begin() as connection:
             found = connection.execute(text(query)).first()
-    except DBAPIError as error:  # a database that only speaks as PostgreSQL does
+    except DBAPIError as error:
+        _raise_if_passing(error)
         log.warning("the database does not tell its timeline, so a failover of it is not noticed: %s", error.orig)
         return False
     if found is None or found.timeline == found.now:
@@ -53,12 +71,29 @@ def may_have_lost_commits(engine: Engine) -> bool:
 
 
 def note_timeline(engine: Engine) -> None:
-    """Note the timeline that this leader writes in."""
+    """Note the timeline that this leader writes in.
+
+    Raises:
+        StorageFailed: It cannot be noted now.
+        Deposed: The session has ended.
+    """
     values = f"1, {_TIMELINE}, {_SYNCHRONOUS}"
     again = "timeline = excluded.timeline, synchronous = excluded.synchronous"
     insert = f"INSERT INTO database_timeline VALUES ({values}) ON CONFLICT (only_row) DO UPDATE SET {again}"
     try:
         with engine.begin() as connection:
             connection.execute(text(insert))
-    except DBAPIError:
-        return  # it was said above
+    except DBAPIError as error:
+        _raise_if_passing(error)  # otherwise it was said above
+
+
+def _raise_if_passing(error: DBAPIError) -> None:
+    """Raise an error that another attempt may not have.
+
+    A database that only speaks as PostgreSQL does has others.
+
+    Raises:
+        StorageFailed: It stands for such an error.
+    """
+    if isinstance(meaning := translate(error), StorageFailed):
+        raise meaning from error
