@@ -7,6 +7,7 @@ save time. They are discarded at the start of a server.
     <prefix>/state_id                the id of the state, which the database has, too; see `state_ids`
     <prefix>/blobs/<term>/<digest>   a blob
     <prefix>/unnamed/<digest>        one that no row named when a server started
+    <prefix>/placing                 the terms in which a restore has begun to write blobs, and has not ended
 """
 
 import logging
@@ -33,6 +34,9 @@ log = logging.getLogger(__name__)
 
 NO_STATE = "none"
 """In the place of the id of a state, that there is none."""
+
+PLACING = "placing"
+"""The key of the terms of restores that have not ended."""
 
 _THREADS = 16  # requests at a time
 _PART_BYTES = 8 << 20
@@ -219,6 +223,38 @@ def copy_aside(store: ObjectStore, digest: str, keys: Collection[str]) -> str:
     aside = f"unnamed/{digest}"
     obstore.copy(store, newest_key(keys), aside)
     return aside
+
+
+def put_aside_unfinished(store: ObjectStore, named: Callable[[], Collection[str]]) -> None:
+    """Move blobs of killed restores below unnamed/.
+
+    A server would take newer models of its own run among them for lost commits.
+
+    Args:
+        store: The object store.
+        named: Returns the blobs that rows name: a restore may have ended all the same.
+
+    Raises:
+        StorageFailed: The object store cannot be used now.
+    """
+    if not (terms := placing_terms(store)):
+        return
+    kept = named()
+    with as_storage_errors():
+        for digest, keys in list_blobs(store).items():
+            if digest not in kept and {term_of(key) for key in keys} <= terms:
+                copy_aside(store, digest, keys)
+                obstore.delete(store, list(keys))
+        obstore.delete(store, PLACING)
+
+
+def placing_terms(store: ObjectStore) -> set[int]:
+    """Return the terms of restores that have not ended.
+
+    Raises:
+        StorageFailed: They cannot be read now.
+    """
+    return {int(word) for word in read_object(store, PLACING).split() if word.isdigit()}
 
 
 def term_of(key: str) -> int:
