@@ -13,7 +13,7 @@ save time. They are discarded at the start of a server.
 import logging
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from threading import Lock
@@ -76,7 +76,9 @@ class ObjectBlobs:
     def seal_many(self, partials: Sequence[Partial]) -> list[str]:
         files = list(partials)
         try:
-            list(self._pool.map(self._put, files))
+            # All have ended before any file is closed, whose descriptor another one may get.
+            for future in wait([self._pool.submit(self._put, file) for file in files]).done:
+                future.result()
         except BaseException:
             for file in files:
                 file.close()
@@ -121,7 +123,8 @@ class ObjectBlobs:
         unnamed = self.unnamed(keep)
         with as_storage_errors():
             for digest in unnamed:
-                self._put_aside[copy_aside(self._store, digest, self._keys[digest])] = datetime.now(UTC)
+                if aside := copy_aside(self._store, digest, self._keys[digest]):
+                    self._put_aside[aside] = datetime.now(UTC)
         for digest in unnamed:
             self.delete(digest)
         return len(unnamed) + self._local.sweep(self._local.unnamed(()), keep_partials)
@@ -186,8 +189,7 @@ class ObjectBlobs:
         One that cannot be deleted now is put aside at the next start.
         """
         try:
-            if keys:
-                obstore.delete(self._store, list(keys))
+            delete_objects(self._store, keys)
         except BaseError as error:
             log.warning("%d objects were not deleted: %s", len(keys), _sentence(error))
 
@@ -219,10 +221,30 @@ def newest_key(keys: Collection[str]) -> str:
 
 
 def copy_aside(store: ObjectStore, digest: str, keys: Collection[str]) -> str:
-    """Copy a blob below unnamed/, and return its key there."""
+    """Copy a blob below unnamed/, and return its key there.
+
+    The key is empty if there is no blob any more: a deposed leader may still delete those that it does not name.
+    """
     aside = f"unnamed/{digest}"
-    obstore.copy(store, newest_key(keys), aside)
+    try:
+        obstore.copy(store, newest_key(keys), aside)
+    except FileNotFoundError:
+        return ""
     return aside
+
+
+def delete_objects(store: ObjectStore, keys: Collection[str]) -> None:
+    """Delete objects.
+
+    Some may not be there, which is no error to S3, but to others.
+    """
+    try:
+        if keys:
+            obstore.delete(store, list(keys))
+    except FileNotFoundError:
+        for key in keys:
+            with suppress(FileNotFoundError):
+                obstore.delete(store, key)
 
 
 def put_aside_unfinished(store: ObjectStore, named: Callable[[], Collection[str]]) -> None:
@@ -244,8 +266,8 @@ def put_aside_unfinished(store: ObjectStore, named: Callable[[], Collection[str]
         for digest, keys in list_blobs(store).items():
             if digest not in kept and {term_of(key) for key in keys} <= terms:
                 copy_aside(store, digest, keys)
-                obstore.delete(store, list(keys))
-        obstore.delete(store, PLACING)
+                delete_objects(store, keys)
+        delete_objects(store, [PLACING])
 
 
 def placing_terms(store: ObjectStore) -> set[int]:

@@ -31,6 +31,7 @@ from fedring.server.state.shared.object_blobs import (
     PLACING,
     as_storage_errors,
     copy_aside,
+    delete_objects,
     list_blobs,
     newest_key,
     open_objects,
@@ -140,7 +141,7 @@ class SharedPlace:
             if digest not in named and term_of(newest_key(keys)) <= self._session.term:
                 with as_storage_errors():
                     copy_aside(self.objects, digest, keys)
-                    obstore.delete(self.objects, list(keys))
+                    delete_objects(self.objects, keys)
 
     def discard(self) -> None:
         """Delete the objects that were written, and note the former ids.
@@ -155,14 +156,13 @@ class SharedPlace:
             return
         keys = [key for keys in list_blobs(self.objects).values() for key in keys if key.startswith(self._prefix)]
         with as_storage_errors():
-            if keys:
-                obstore.delete(self.objects, keys)
+            delete_objects(self.objects, keys)
         if self._announced:
             with self._session.engine.begin(), as_storage_errors():  # nobody else begins to lead meanwhile
                 if self._former:
                     write_object(self.objects, STATE_ID, " ".join(self._former).encode())
                 else:
-                    obstore.delete(self.objects, STATE_ID)
+                    delete_objects(self.objects, [STATE_ID])
                 self._note_placing(self._unfinished)
 
     def put_rows(
@@ -199,9 +199,9 @@ class SharedPlace:
     def _note_placing(self, terms: Collection[int]) -> None:
         if terms:
             write_object(self.objects, PLACING, " ".join(map(str, sorted(terms))).encode())
-        elif placing_terms(self.objects):
+        else:
             with as_storage_errors():
-                obstore.delete(self.objects, PLACING)
+                delete_objects(self.objects, [PLACING])
 
     def _put(self, folder: Path, blob: NamedBlob, tell: Callable[[int], None]) -> int:
         path = folder / blob.digest
