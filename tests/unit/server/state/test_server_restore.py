@@ -120,6 +120,19 @@ def test_an_epoch_is_above_that_of_the_replaced_state(backup: Path, tmp_path: Pa
     assert epoch_of(state) == max(NOW, known + 1)
 
 
+def test_an_epoch_is_above_one_that_is_only_in_the_log_of_the_replaced_state(
+    backup: Path, tmp_path: Path, clock: Clock
+) -> None:
+    clock.now += 1000
+    store, blobs = open_state(begin(tmp_path / "state"))
+    store.begin_epoch()  # as with --accept-older; then the server is killed
+    clock.now = NOW
+    restore(backup, tmp_path / "state", replace=True)
+    store.close()
+    blobs.close()
+    assert epoch_of(tmp_path / "state") == NOW + 1001
+
+
 @pytest.mark.parametrize("now", [0.0, 5.0, NOW])
 def test_an_epoch_is_above_that_of_the_backup_even_if_the_clock_is_wrong(
     backup: Path, tmp_path: Path, clock: Clock, now: float
