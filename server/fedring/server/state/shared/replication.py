@@ -2,6 +2,7 @@
 
 PostgreSQL begins a new timeline whenever a replica is promoted, or an older copy is restored. A replica has all commits
 that were confirmed only if it is a synchronous standby. So the timeline is kept, and whether there was such a standby.
+A database that was recovered to an earlier time has lost commits all the same: its settings say up to where.
 """
 
 import logging
@@ -27,6 +28,10 @@ NOTE_SYNCHRONOUS = f"UPDATE database_timeline SET synchronous = {_SYNCHRONOUS} W
 
 # The name of the file that is being written says it at once; what a checkpoint has noted may be that of before.
 _TIMELINE = "('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::bigint"
+_TARGETS = " OR ".join(
+    f"coalesce(current_setting('recovery_target{what}', true), '') <> ''"
+    for what in ("", "_name", "_time", "_xid", "_lsn")
+)
 
 WITHOUT_STANDBY = (
     "PostgreSQL has no synchronous standby (synchronous_standby_names): if it fails over to a replica, updates that "
@@ -56,7 +61,7 @@ def may_have_lost_commits(engine: Engine) -> bool:
         StorageFailed: The database does not say so now.
         Deposed: The session has ended.
     """
-    query = f"SELECT timeline, {_TIMELINE} AS now, synchronous FROM database_timeline"
+    query = f"SELECT timeline, {_TIMELINE} AS now, synchronous AND NOT ({_TARGETS}) AS complete FROM database_timeline"
     try:
         with engine.begin() as connection:
             found = connection.execute(text(query)).first()
@@ -67,7 +72,7 @@ def may_have_lost_commits(engine: Engine) -> bool:
     if found is None or found.timeline == found.now:
         return False
     log.info("the database has failed over: its timeline was %d, and is %d", found.timeline, found.now)
-    return not found.synchronous
+    return not found.complete
 
 
 def note_timeline(engine: Engine) -> None:
