@@ -130,6 +130,23 @@ def test_a_blob_that_a_deposed_leader_still_deletes_cannot_be_put_aside_any_more
     second.close()
 
 
+def test_a_blob_that_is_too_large_for_one_copy_is_put_aside_part_by_part(
+    tmp_path: Path, first: ObjectBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytes(range(256)) * 80_000
+    digest = sealed(first, data)
+
+    def refuse(*_: object) -> None:  # as S3 does with more than 5 GiB
+        raise GenericError("The specified copy source is larger than the maximum allowable size for a copy source")
+
+    monkeypatch.setattr("obstore.copy", refuse)
+    second = opened(tmp_path, 2)
+    assert second.sweep(()) == 1
+    assert (tmp_path / "objects" / "unnamed" / digest).read_bytes() == data
+    assert second.unnamed(()) == []
+    second.close()
+
+
 def test_a_blob_that_is_still_being_written_is_let_go_only_when_that_has_ended(
     tmp_path: Path, first: ObjectBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

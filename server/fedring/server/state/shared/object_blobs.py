@@ -225,12 +225,17 @@ def copy_aside(store: ObjectStore, digest: str, keys: Collection[str]) -> str:
 
     The key is empty if there is no blob any more: a deposed leader may still delete those that it does not name.
     """
-    aside = f"unnamed/{digest}"
-    try:
-        obstore.copy(store, newest_key(keys), aside)
-    except FileNotFoundError:
-        return ""
-    return aside
+    key, aside = newest_key(keys), f"unnamed/{digest}"
+    with suppress(FileNotFoundError):
+        try:
+            obstore.copy(store, key, aside)
+        except BaseError:  # S3 itself copies up to 5 GiB (https://github.com/apache/arrow-rs-object-store/issues/563)
+            found = obstore.get(store, key)
+            with obstore.open_writer(store, aside, buffer_size=_PART_BYTES, max_concurrency=_PARTS) as copy:
+                for part in found.stream(_PART_BYTES):
+                    copy.write(part)
+        return aside
+    return ""
 
 
 def delete_objects(store: ObjectStore, keys: Collection[str]) -> None:
