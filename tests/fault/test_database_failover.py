@@ -101,3 +101,32 @@ def test_the_timeline_needs_no_rights_and_a_restart_does_not_change_it() -> None
         engine.dispose()
     finally:
         cluster.stop()
+
+
+def test_a_recovery_to_an_earlier_time_is_told_also_if_there_was_a_synchronous_standby() -> None:
+    with ExitStack() as stack:
+        primary = postgres.Cluster(postgres.folder_for_anybody())
+        stack.callback(primary.stop)
+        database = primary.new_database()
+        ask(database, TABLE)
+        ask(database, "INSERT INTO database_timeline VALUES (1, 1, true)")
+        earlier = postgres.Cluster(postgres.folder_for_anybody(), source=primary)
+        stack.callback(earlier.stop)
+        there = in_cluster(database, earlier)
+        for statement in ("SELECT pg_create_restore_point('monday')", "CREATE TABLE later ()"):
+            ask(database, statement)
+        until(lambda: ask(there, "SELECT 1 WHERE to_regclass('later') IS NOT NULL"))
+        earlier.stop()
+        (earlier.folder / "data" / "standby.signal").rename(earlier.folder / "data" / "recovery.signal")
+        with (earlier.folder / "data" / "postgresql.auto.conf").open("a") as file:
+            file.write(
+                "restore_command = 'false'\nrecovery_target_name = 'monday'\nrecovery_target_action = 'promote'\n"
+            )
+        earlier.start()
+        until(lambda: ask(there, "SELECT 1 WHERE NOT pg_is_in_recovery()"))
+        assert not ask(there, "SELECT 1 WHERE to_regclass('later') IS NOT NULL")
+        engine = create_engine(there)
+        assert may_have_lost_commits(engine)
+        note_timeline(engine)
+        assert not may_have_lost_commits(engine)
+        engine.dispose()

@@ -153,6 +153,32 @@ def test_a_server_starts_on_an_older_backup_of_its_own_run(place: Place, tmp_pat
         assert control.models(limit=1)[0].version == manifest.newest_model
 
 
+@pytest.mark.parametrize("point", [point for point in PLACING if point != "shared_rows_committed"])
+def test_a_server_starts_after_a_killed_restore_of_a_newer_backup_of_its_own_run(
+    made: Path, with_copy: Place, tmp_path: Path, point: str
+) -> None:
+    """The newer models, which no row names, are no lost commits."""
+    with (
+        Fleet(tmp_path / "one", with_copy.settings) as fleet,
+        Control(fleet.control) as control,
+        WireClient(fleet.listen, "a") as a,
+        WireClient(fleet.listen, "b") as b,
+    ):
+        events = control.events()
+        for seed, client in enumerate((b, a, b)):
+            push(client, seed)
+        until_published(control, events, 5)
+    back_up_shared(with_copy, tmp_path / "newer")
+    restore_shared(made / "copy", with_copy.state_url, with_copy.blob_url, replace=True)
+    for _ in range(2):
+        kill(point, "restore", tmp_path / "newer", *with_copy.words, "--replace")
+    cut_a_blob(tmp_path / "newer")
+    with pytest.raises(BackupError, match="is damaged"):
+        restore_shared(tmp_path / "newer", with_copy.state_url, with_copy.blob_url, replace=True)
+    with Fleet(tmp_path / "two", with_copy.settings) as fleet, Control(fleet.control) as control:
+        assert control.models(limit=1)[0].version == 3
+
+
 def test_numbers_go_on_after_those_that_were_given_and_removed(with_copy: Place, tmp_path: Path) -> None:
     with with_copy.led() as store:
         job = store.jobs.get(1)

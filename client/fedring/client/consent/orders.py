@@ -186,12 +186,14 @@ def _short(text: str) -> str:
 def _begins_anew(known: Followed, command: pb.TrainCmd | pb.EvaluateCmd) -> bool:
     """Return whether a job begins again, as at a restored server.
 
-    A site that is not drawn for its first round sees that by its line of models, which has begun in a later epoch.
+    A site that is not drawn for its first round sees a later epoch than it knows. In an evaluation, only a line of
+    models that has begun in one tells that: such a job may also continue an older line than before.
     """
     before = known.last[0]
-    if isinstance(command, pb.TrainCmd) and command.job_round == 1 and command.epoch > before:
+    newest = max(before, int(known.fixed["residual_after"].partition(".")[0]))
+    if isinstance(command, pb.TrainCmd) and command.epoch > (before if command.job_round == 1 else newest):
         return True
-    return command.residual_after_epoch > max(before, int(known.fixed["residual_after"].partition(".")[0]))
+    return command.residual_after_epoch > newest
 
 
 def _check_count(order: JobOrder, count: int, what: str) -> None:

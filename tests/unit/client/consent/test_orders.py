@@ -335,6 +335,25 @@ def test_a_site_that_is_not_drawn_for_the_first_round_follows_a_job_that_begins_
         assert reason(lambda: site.permit_evaluation(model)) == "changed_command"
 
 
+def test_a_job_that_begins_again_may_continue_an_older_line_of_models(pki: Pki, tmp_path: Path) -> None:
+    """The version that it had started from was lost with the restore, or another job has taken its line."""
+    job = job_of(evaluate=True)
+    paper, site = signed(pki, job), orders(pki, tmp_path)
+    first = command_of(job, paper)
+    first.residual_after_epoch, first.residual_after = 1, 5
+    site.follow(site.permit(first))
+    later, model = command_of(job, paper, job_round=2), evaluation(job, paper, digest=START)
+    later.residual_after = model.residual_after = 3
+    assert reason(lambda: site.permit(later)) == "changed_command"  # in the same epoch
+    later.epoch = 2
+    site.follow(site.permit(later))  # the site was not drawn for the first round
+    site.follow(site.permit_evaluation(model))
+    later.round += 1
+    for epoch, number in ((0, 5), (1, 5), (2, 6)):
+        later.residual_after_epoch, later.residual_after = epoch, number
+        assert reason(lambda: site.permit(later)) == "changed_command"
+
+
 def test_a_site_that_has_only_evaluated_takes_part_in_the_first_round_of_a_restored_server(
     pki: Pki, tmp_path: Path
 ) -> None:

@@ -2,20 +2,22 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import Engine, event, text
 from tests import postgres
 from tests.waiting import until
 
 from fedring.server import main, serving
-from fedring.server.state.failures import Deposed
+from fedring.server.state.failures import Deposed, StorageFailed
 from fedring.server.state.shared import leadership
 from fedring.server.state.shared.leadership import DatabaseSession, Leader, attempt, open_reader, open_session
+from fedring.server.state.shared.replication import is_synchronous, may_have_lost_commits, note_timeline
 
 
 def leading(session: DatabaseSession, name: str) -> DatabaseSession:
@@ -153,6 +155,27 @@ def test_a_session_that_is_about_to_end_has_ended() -> None:
     query = "DO $$ BEGIN RAISE EXCEPTION 'shutting down' USING ERRCODE = '57P01'; END $$"
     with pytest.raises(Deposed, match="shutting down"), session.engine.begin() as connection:
         connection.execute(text(query))
+    session.close()
+
+
+@pytest.mark.parametrize("asked", [is_synchronous, may_have_lost_commits, note_timeline])
+def test_a_database_that_breaks_off_a_question_about_itself_has_not_answered_it(
+    asked: Callable[[Engine], object],
+) -> None:
+    session = leading(open_session(postgres.shared().new_database()), "one")
+    state = ["57014"]  # it was cancelled, as by statement_timeout
+
+    def refuse(_connection: object, _cursor: object, statement: str, values: object, *_: object) -> tuple[str, object]:
+        if "synchronous" in statement:
+            statement = f"DO $$ BEGIN RAISE EXCEPTION 'canceling' USING ERRCODE = '{state[0]}'; END $$"
+        return statement, values
+
+    event.listen(session.engine, "before_cursor_execute", refuse, retval=True)
+    with pytest.raises(StorageFailed, match="canceling"):
+        asked(session.engine)
+    state[0] = "57P01"  # the session ends
+    with pytest.raises(Deposed, match="canceling"):
+        asked(session.engine)
     session.close()
 
 

@@ -1,11 +1,13 @@
 """Blobs in an object store: what a leader of an earlier term deletes is nothing that a later one has written."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from obstore.exceptions import GenericError
+from obstore.store import ObjectStore
 from tests.proxy import Change, Proxy
 from tests.s3 import s3_server
 
@@ -79,6 +81,9 @@ def test_a_blob_is_read_while_and_after_it_could_not_be_written_again(
             sealed(second, b"model")
     with second.reader(digest) as blob:
         assert blob.read(0, 5) == b"model"
+    second.delete(digest)  # the other object, which is not there, is no error
+    assert not second.has(digest)
+    assert not list((tmp_path / "objects" / "blobs").glob(f"*/{digest}"))
     second.close()
 
 
@@ -110,6 +115,59 @@ def test_a_blob_that_no_row_names_is_put_aside_and_removed_later(tmp_path: Path,
     assert not aside.exists()
     assert second.unnamed(()) == [kept]
     second.close()
+
+
+def test_a_blob_that_a_deposed_leader_still_deletes_cannot_be_put_aside_any_more(
+    tmp_path: Path, first: ObjectBlobs
+) -> None:
+    digests = [sealed(first, data) for data in (b"pruned", b"lost")]
+    second = opened(tmp_path, 2)
+    first.delete(digests[0])  # whose row it had removed just before the second one began to lead
+    assert second.sweep(()) == 2
+    assert second.unnamed(()) == []
+    assert (tmp_path / "objects" / "unnamed" / digests[1]).read_bytes() == b"lost"
+    second.forget_unnamed(0.0)
+    second.close()
+
+
+def test_a_blob_that_is_too_large_for_one_copy_is_put_aside_part_by_part(
+    tmp_path: Path, first: ObjectBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytes(range(256)) * 80_000
+    digest = sealed(first, data)
+
+    def refuse(*_: object) -> None:  # as S3 does with more than 5 GiB
+        raise GenericError("The specified copy source is larger than the maximum allowable size for a copy source")
+
+    monkeypatch.setattr("obstore.copy", refuse)
+    second = opened(tmp_path, 2)
+    assert second.sweep(()) == 1
+    assert (tmp_path / "objects" / "unnamed" / digest).read_bytes() == data
+    assert second.unnamed(()) == []
+    second.close()
+
+
+def test_a_blob_that_is_still_being_written_is_let_go_only_when_that_has_ended(
+    tmp_path: Path, first: ObjectBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor may be another file's from then on."""
+    partials = [first.open_partial(name, fresh=True) for name in ("fails", "slow")]
+    for number, partial in enumerate(partials):
+        partial.write(bytes([number]))
+    failed, read = threading.Event(), list[bytes]()
+
+    def put_slowly(store: ObjectStore, key: str, parts: Iterator[bytes], **_: object) -> None:
+        if key.endswith(partials[0].digest):
+            failed.set()
+            raise GenericError("the network is away")
+        assert failed.wait(60)
+        time.sleep(0.2)  # as long as the other one's failure may take to be noticed
+        read.extend(parts)
+
+    monkeypatch.setattr("obstore.put", put_slowly)
+    with pytest.raises(StorageFailed, match="the network is away"):
+        first.seal_many(partials)
+    assert read == [b"\1"]
 
 
 @pytest.mark.parametrize("url", ["nonsense://x", "s3:", "a b"])

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.unit.rows import a_job, a_model, a_round, an_update
 from fedring.codec.digest import name_of
 from fedring.server.state.backup import exchange
 from fedring.server.state.backup.contents import BackupError, NamedBlob, copy_blob, digest_of
-from fedring.server.state.backup.create import back_up
+from fedring.server.state.backup.create import FolderSource, back_up
 from fedring.server.state.backup.restore import restore
 from fedring.server.state.identity import open_state
 from fedring.server.state.sql.store import Store
@@ -118,6 +119,19 @@ def test_an_epoch_is_above_that_of_the_replaced_state(backup: Path, tmp_path: Pa
     assert replaced is not None
     assert meta(replaced)["epoch"] == str(known)
     assert epoch_of(state) == max(NOW, known + 1)
+
+
+def test_an_epoch_is_above_one_that_is_only_in_the_log_of_the_replaced_state(
+    backup: Path, tmp_path: Path, clock: Clock
+) -> None:
+    clock.now += 1000
+    store, blobs = open_state(begin(tmp_path / "state"))
+    store.begin_epoch()  # as with --accept-older; then the server is killed
+    clock.now = NOW
+    restore(backup, tmp_path / "state", replace=True)
+    store.close()
+    blobs.close()
+    assert epoch_of(tmp_path / "state") == NOW + 1001
 
 
 @pytest.mark.parametrize("now", [0.0, 5.0, NOW])
@@ -241,3 +255,22 @@ def test_every_blob_and_update_of_a_backup_is_checked(backup: Path, tmp_path: Pa
     with pytest.raises(BackupError, match="does not hold what was written to it"):
         restore(backup, tmp_path / "state")
     assert not (tmp_path / "state" / "facts.sqlite").exists()
+
+
+class Returning(FolderSource):
+    """A state whose server removes each blob before it is copied, and then makes it anew with the same bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._asked = set[str]()
+
+    def copy_blob(self, blob: NamedBlob, target: Path, tell: Callable[[int], None]) -> int:
+        if blob.digest not in self._asked:
+            self._asked.add(blob.digest)
+            raise FileNotFoundError(blob.digest)
+        return super().copy_blob(blob, target, tell)
+
+
+def test_a_blob_that_has_come_again_since_it_was_missed_is_copied(tmp_path: Path) -> None:
+    manifest = back_up(Returning(begin(tmp_path / "one")), tmp_path / "backup")
+    assert restore(tmp_path / "backup", tmp_path / "state").manifest == manifest

@@ -3,7 +3,7 @@
 A snapshot of the database comes first, then the blobs that it names. The server may remove a blob between the two. It
 has removed the blob's row first, so a new snapshot does not name the blob. So if a blob is missing, a new snapshot is
 taken, and the blobs that it names and that are not copied yet are copied. A blob that the new snapshot still names, and
-that is still missing, was lost.
+that is still missing then, was lost.
 """
 
 import fcntl
@@ -222,10 +222,10 @@ def _copy(source: StateSource, partial: Path, tell: Tell) -> tuple[Contents, int
     missing: set[str] = set()
     for _ in range(_ATTEMPTS):
         contents = source.snapshot(partial / FACTS)
+        before, missing = missing, _copy_blobs(source, partial / BLOBS, contents, copied, tell)
         for blob in contents.blobs:
-            if blob.digest in missing:
+            if blob.digest in missing & before:
                 raise blob.damage("is missing")
-        missing = _copy_blobs(source, partial / BLOBS, contents, copied, tell)
         if not missing:
             named = {blob.digest for blob in contents.blobs}
             for digest in copied.keys() - named:

@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fedring.daemon.config import ConfigError
@@ -33,6 +34,7 @@ from fedring.server.state.backup.contents import (
 from fedring.server.state.backup.departure import departure_of
 from fedring.server.state.failures import StoreError
 from fedring.server.state.files import BLOBS, FACTS, STATE_ID
+from fedring.server.state.log_check import log_of
 from fedring.server.state.rows import MetaRow
 from fedring.server.state.sql.database import EPOCH, next_epoch
 from fedring.server.state.sql.sealed import values_of
@@ -189,15 +191,16 @@ def _begin_epoch(facts: Path, manifest: Manifest, replaced: Mapping[str, str]) -
 def meta_of(facts: Path) -> dict[str, str]:
     """Return the table `meta` of a database; empty without one.
 
-    It is also empty if it cannot be read.
+    It is also empty if it cannot be read. Nobody writes to it, but a server that was killed may have left rows in its
+    log.
     """
     if not facts.exists():
         return {}
-    try:
-        with closing(open_copy(facts)) as connection:
+    reads = [partial(sqlite3.connect, f"{facts.absolute().as_uri()}?mode=ro", uri=True)] * log_of(facts).exists()
+    for read in (*reads, partial(open_copy, facts)):
+        with suppress(sqlite3.Error, UnicodeDecodeError), closing(read()) as connection:
             return dict(connection.execute("SELECT name, value FROM meta"))
-    except (sqlite3.Error, UnicodeDecodeError):
-        return {}
+    return {}
 
 
 def _stage(backup: Path, manifest: Manifest, draft: Path, tell: Tell) -> None:

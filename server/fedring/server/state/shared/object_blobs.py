@@ -7,12 +7,13 @@ save time. They are discarded at the start of a server.
     <prefix>/state_id                the id of the state, which the database has, too; see `state_ids`
     <prefix>/blobs/<term>/<digest>   a blob
     <prefix>/unnamed/<digest>        one that no row named when a server started
+    <prefix>/placing                 the terms in which a restore has begun to write blobs, and has not ended
 """
 
 import logging
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from threading import Lock
@@ -33,6 +34,9 @@ log = logging.getLogger(__name__)
 
 NO_STATE = "none"
 """In the place of the id of a state, that there is none."""
+
+PLACING = "placing"
+"""The key of the terms of restores that have not ended."""
 
 _THREADS = 16  # requests at a time
 _PART_BYTES = 8 << 20
@@ -72,7 +76,9 @@ class ObjectBlobs:
     def seal_many(self, partials: Sequence[Partial]) -> list[str]:
         files = list(partials)
         try:
-            list(self._pool.map(self._put, files))
+            # All have ended before any file is closed, whose descriptor another one may get.
+            for future in wait([self._pool.submit(self._put, file) for file in files]).done:
+                future.result()
         except BaseException:
             for file in files:
                 file.close()
@@ -117,7 +123,8 @@ class ObjectBlobs:
         unnamed = self.unnamed(keep)
         with as_storage_errors():
             for digest in unnamed:
-                self._put_aside[copy_aside(self._store, digest, self._keys[digest])] = datetime.now(UTC)
+                if aside := copy_aside(self._store, digest, self._keys[digest]):
+                    self._put_aside[aside] = datetime.now(UTC)
         for digest in unnamed:
             self.delete(digest)
         return len(unnamed) + self._local.sweep(self._local.unnamed(()), keep_partials)
@@ -182,8 +189,7 @@ class ObjectBlobs:
         One that cannot be deleted now is put aside at the next start.
         """
         try:
-            if keys:
-                obstore.delete(self._store, list(keys))
+            delete_objects(self._store, keys)
         except BaseError as error:
             log.warning("%d objects were not deleted: %s", len(keys), _sentence(error))
 
@@ -215,10 +221,67 @@ def newest_key(keys: Collection[str]) -> str:
 
 
 def copy_aside(store: ObjectStore, digest: str, keys: Collection[str]) -> str:
-    """Copy a blob below unnamed/, and return its key there."""
-    aside = f"unnamed/{digest}"
-    obstore.copy(store, newest_key(keys), aside)
-    return aside
+    """Copy a blob below unnamed/, and return its key there.
+
+    The key is empty if there is no blob any more: a deposed leader may still delete those that it does not name.
+    """
+    key, aside = newest_key(keys), f"unnamed/{digest}"
+    with suppress(FileNotFoundError):
+        try:
+            obstore.copy(store, key, aside)
+        except BaseError:  # S3 itself copies up to 5 GiB (https://github.com/apache/arrow-rs-object-store/issues/563)
+            found = obstore.get(store, key)
+            with obstore.open_writer(store, aside, buffer_size=_PART_BYTES, max_concurrency=_PARTS) as copy:
+                for part in found.stream(_PART_BYTES):
+                    copy.write(part)
+        return aside
+    return ""
+
+
+def delete_objects(store: ObjectStore, keys: Collection[str]) -> None:
+    """Delete objects.
+
+    Some may not be there, which is no error to S3, but to others.
+    """
+    try:
+        if keys:
+            obstore.delete(store, list(keys))
+    except FileNotFoundError:
+        for key in keys:
+            with suppress(FileNotFoundError):
+                obstore.delete(store, key)
+
+
+def put_aside_unfinished(store: ObjectStore, named: Callable[[], Collection[str]]) -> None:
+    """Move blobs of killed restores below unnamed/.
+
+    A server would take newer models of its own run among them for lost commits.
+
+    Args:
+        store: The object store.
+        named: Returns the blobs that rows name: a restore may have ended all the same.
+
+    Raises:
+        StorageFailed: The object store cannot be used now.
+    """
+    if not (terms := placing_terms(store)):
+        return
+    kept = named()
+    with as_storage_errors():
+        for digest, keys in list_blobs(store).items():
+            if digest not in kept and {term_of(key) for key in keys} <= terms:
+                copy_aside(store, digest, keys)
+                delete_objects(store, keys)
+        delete_objects(store, [PLACING])
+
+
+def placing_terms(store: ObjectStore) -> set[int]:
+    """Return the terms of restores that have not ended.
+
+    Raises:
+        StorageFailed: They cannot be read now.
+    """
+    return {int(word) for word in read_object(store, PLACING).split() if word.isdigit()}
 
 
 def term_of(key: str) -> int:

@@ -12,7 +12,15 @@ from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.failures import StorageError
 from fedring.server.state.files import SHARED, STATE_ID
 from fedring.server.state.shared.leadership import DatabaseSession
-from fedring.server.state.shared.object_blobs import NO_STATE, ObjectBlobs, open_objects, state_ids, write_object
+from fedring.server.state.shared.object_blobs import (
+    NO_STATE,
+    ObjectBlobs,
+    list_blobs,
+    open_objects,
+    put_aside_unfinished,
+    state_ids,
+    write_object,
+)
 from fedring.server.state.sql.database import UNREADABLE, check_released, read_version, translate
 from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.tables import meta
@@ -64,9 +72,8 @@ def open_shared(folder: Path, blob_url: str, session: DatabaseSession, *, adopt:
     store = Store(session.engine, migrates=True)
     try:
         stored = store.state_id
-        blobs = ObjectBlobs(objects, FileBlobs(folder / SHARED, durable=False), session.term)
         own = stored or NO_STATE
-        strangers = own not in beside if beside else bool(blobs.unnamed(()) or store.named_blobs())
+        strangers = own not in beside if beside else bool(list_blobs(objects) or store.named_blobs())
         if not stored and is_occupied(folder):
             way = "move it with flctl migrate, or give the server another state_dir"
             raise StorageError("wrong_state", f"{folder} holds a state, and the database does not: {way}")
@@ -79,6 +86,9 @@ def open_shared(folder: Path, blob_url: str, session: DatabaseSession, *, adopt:
                 write_object(objects, STATE_ID, f"{NO_STATE} {made}".encode())
                 store.set_state_id(made)
             write_object(objects, STATE_ID, store.state_id.encode())
+        if adopt:
+            put_aside_unfinished(objects, store.named_blobs)
+        blobs = ObjectBlobs(objects, FileBlobs(folder / SHARED, durable=False), session.term)
     except BaseException:
         store.close()
         raise

@@ -4,12 +4,13 @@ No server leads there meanwhile.
 
 The law: one commit of the database decides which state is there. Until then the objects of the new one are named by
 nothing, and the old one is complete, or there is none; from then on the new one is. A process that is killed before
-leaves objects that the next leader moves aside. Before the first of them, both ids are noted beside the objects.
+leaves objects that the next leader moves aside. Before the first of them, both ids are noted beside the objects, and
+the term that they are written in.
 """
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,11 +28,14 @@ from fedring.server.state.rows import MetaRow
 from fedring.server.state.shared.leadership import DatabaseSession, Leader, attempt, beating, open_session
 from fedring.server.state.shared.object_blobs import (
     NO_STATE,
+    PLACING,
     as_storage_errors,
     copy_aside,
+    delete_objects,
     list_blobs,
     newest_key,
     open_objects,
+    placing_terms,
     state_ids,
     term_of,
     write_object,
@@ -60,6 +64,7 @@ class SharedPlace:
         self._session, self.objects = session, open_objects(blob_url)
         self._prefix, self._named = f"blobs/{session.term}/", False
         self._former, self._announced = list[str](), list[str]()  # ids of states
+        self._unfinished = set[int]()  # terms of earlier restores that were killed
 
     def meta(self) -> dict[str, str]:
         """Return the table `meta`; empty if there is no state."""
@@ -93,6 +98,9 @@ class SharedPlace:
             announced = kept if state_id in kept else [*kept, state_id]
             self._former, self._announced = former, announced
             write_object(self.objects, STATE_ID, " ".join(announced).encode())
+            # A server that starts after a kill learns from it which blobs are not those of lost commits.
+            self._unfinished = placing_terms(self.objects)
+            self._note_placing(self._unfinished | {self._session.term})
         crashpoint("shared_id_added")
 
     def put_blobs(self, folder: Path, blobs: Sequence[NamedBlob], tell: Tell) -> None:
@@ -133,7 +141,7 @@ class SharedPlace:
             if digest not in named and term_of(newest_key(keys)) <= self._session.term:
                 with as_storage_errors():
                     copy_aside(self.objects, digest, keys)
-                    obstore.delete(self.objects, list(keys))
+                    delete_objects(self.objects, keys)
 
     def discard(self) -> None:
         """Delete the objects that were written, and note the former ids.
@@ -148,14 +156,14 @@ class SharedPlace:
             return
         keys = [key for keys in list_blobs(self.objects).values() for key in keys if key.startswith(self._prefix)]
         with as_storage_errors():
-            if keys:
-                obstore.delete(self.objects, keys)
+            delete_objects(self.objects, keys)
         if self._announced:
             with self._session.engine.begin(), as_storage_errors():  # nobody else begins to lead meanwhile
                 if self._former:
                     write_object(self.objects, STATE_ID, " ".join(self._former).encode())
                 else:
-                    obstore.delete(self.objects, STATE_ID)
+                    delete_objects(self.objects, [STATE_ID])
+                self._note_placing(self._unfinished)
 
     def put_rows(
         self,
@@ -185,7 +193,15 @@ class SharedPlace:
             self._named = True  # whether a commit that fails has been made, only the database knows
         crashpoint("shared_rows_committed")
         write_object(self.objects, STATE_ID, state_id.encode())
+        self._note_placing(set())
         return replaced
+
+    def _note_placing(self, terms: Collection[int]) -> None:
+        if terms:
+            write_object(self.objects, PLACING, " ".join(map(str, sorted(terms))).encode())
+        else:
+            with as_storage_errors():
+                delete_objects(self.objects, [PLACING])
 
     def _put(self, folder: Path, blob: NamedBlob, tell: Callable[[int], None]) -> int:
         path = folder / blob.digest
