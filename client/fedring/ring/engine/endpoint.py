@@ -392,7 +392,7 @@ class Endpoint:
             with self._lock:
                 groups = list(self._groups.values())
             for group in groups:
-                if operation := group.overdue(now):
+                if operation := group.operations.overdue(now):
                     self.fail(_timeout(group, operation))
 
 
@@ -435,6 +435,6 @@ def _timeout(group: Group, operation: Operation | Receipt) -> CollectiveTimeout:
     limit = f"for {operation.what} within the timeout of {operation.timeout:g} s"
     if (rank := operation.waiting_for) is None:
         return CollectiveTimeout(f"peers took nothing {limit}")
-    sent = group.sent_instead(rank)
+    sent = group.operations.sent_instead(rank)
     instead = f"; it runs {sent}, which rank {group.rank} has not started" if sent else ""
     return CollectiveTimeout(f"rank {rank} sent nothing {limit}{instead}", rank=rank)
