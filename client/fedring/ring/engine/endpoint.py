@@ -10,12 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from fedring.ring.engine.deadlines import DeadlineWatch
 from fedring.ring.engine.group import EarlyFrames, Group
 from fedring.ring.engine.home import claim
-from fedring.ring.engine.operation import Operation
 from fedring.ring.engine.peers import LinkMaker, Peers
-from fedring.ring.engine.receipt import Receipt
-from fedring.ring.errors import BY_REASON, BadFrame, CollectiveTimeout, Overrun, PeerLost, RingError
+from fedring.ring.errors import BY_REASON, BadFrame, Overrun, PeerLost, RingError
 from fedring.ring.options import MAX_STREAMS, RingOptions
 from fedring.ring.transport.channels import advertised
 from fedring.ring.transport.frames import Frame
@@ -34,7 +33,6 @@ LEAVE_SECONDS = 30.0
 """How long it waits for them without a failure, over a slow line."""
 
 _MAX_DETAIL = 1000  # bytes of an error's text that are passed on
-_TICK = 0.2  # seconds between looks at deadlines
 _SWITCH = 0.0005  # seconds
 
 
@@ -79,7 +77,7 @@ class Endpoint:
         self.address = advertised(self.options, self._listener.port)
         self._maker = LinkMaker(self.options, self.members, me=self.address, traffic=self.traffic)
         self._listener.start()
-        self._watch = threading.Thread(target=self._watch_deadlines, name="ring-deadlines", daemon=True)
+        self._watch = DeadlineWatch(self._groups, lock=self._lock, closed=self._closed, fail=self.fail)
         self._watch.start()
 
     @property
@@ -386,15 +384,6 @@ class Endpoint:
         else:
             self.fail(BadFrame(f"{self._peers.name(peer)}: {error}", rank=self._peers.ranks.get(peer)))
 
-    def _watch_deadlines(self) -> None:
-        while not self._closed.wait(_TICK):
-            now = time.monotonic()
-            with self._lock:
-                groups = list(self._groups.values())
-            for group in groups:
-                if operation := group.overdue(now):
-                    self.fail(_timeout(group, operation))
-
 
 def _head(kind: "pb.FrameKind.ValueType", generation: int) -> pb.Head:
     return pb.Head(kind=kind, generation=generation)
@@ -425,16 +414,3 @@ def _streams_of(hello: Frame) -> int:
     if hello.head.streams > MAX_STREAMS:
         raise BadFrame(f"a peer opens {hello.head.streams} streams, more than {MAX_STREAMS}")
     return hello.head.streams or 1
-
-
-def _timeout(group: Group, operation: Operation | Receipt) -> CollectiveTimeout:
-    """Return the error of an operation whose time is up.
-
-    It names the rank that the operation waits for.
-    """
-    limit = f"for {operation.what} within the timeout of {operation.timeout:g} s"
-    if (rank := operation.waiting_for) is None:
-        return CollectiveTimeout(f"peers took nothing {limit}")
-    sent = group.sent_instead(rank)
-    instead = f"; it runs {sent}, which rank {group.rank} has not started" if sent else ""
-    return CollectiveTimeout(f"rank {rank} sent nothing {limit}{instead}", rank=rank)

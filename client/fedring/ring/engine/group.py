@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from fedring.ring.engine.home import Home
@@ -65,6 +65,97 @@ class EarlyFrames(Generic[Key, Sender]):
         return frames
 
 
+class Operations:
+    """A group's running operations, and frames that came before theirs.
+
+    All methods may be called from any thread.
+
+    Args:
+        early: Keeps the frames, by the operation's key, from a rank.
+    """
+
+    def __init__(self, early: EarlyFrames[str, int]) -> None:
+        self._early = early
+        self._running: dict[str, Operation | Receipt] = {}
+        self._lock = threading.Lock()
+        self._arrival = threading.Condition(self._lock)
+
+    def add(self, operation: Operation | Receipt) -> list[tuple[int, Frame]]:
+        """Let frames find an operation, and return those that came before."""
+        with self._lock:
+            self._running[operation.key] = operation
+            return self._early.take(operation.key)
+
+    def remove(self, operation: Operation | Receipt) -> None:
+        """Forget an operation."""
+        with self._lock:
+            self._running.pop(operation.key, None)
+
+    def running(self) -> list[Operation | Receipt]:
+        """Return those that run now."""
+        with self._lock:
+            return list(self._running.values())
+
+    def arrived(self, source: int, frame: Frame) -> bool:
+        """Give a rank's frame to its operation, which may start later.
+
+        Returns:
+            Whether the frames that wait for their operations are within the limit.
+        """
+        key = frame.head.key
+        with self._lock:
+            operation = self._running.get(key)
+            if operation is None:
+                fits = self._early.keep(key, source, frame)
+                self._arrival.notify_all()
+                return fits
+        # Outside the lock: the operation may run its program, and end.
+        operation.arrived(source, frame)
+        return True
+
+    def wait_for_any(self, keys: Collection[str], timeout: float, *, over: Callable[[], bool]) -> str:
+        """Wait for the first frame of an operation not yet started.
+
+        Args:
+            keys: The keys of the operations.
+            timeout: Seconds to wait.
+            over: Tells whether none will come any more. What changes that calls `wake` afterwards.
+
+        Returns:
+            The first key for which a frame has come, or "" if none has come in time, or the first key if none will.
+        """
+
+        def found() -> str:
+            # Asked first: a rank that has left may have sent its message before.
+            if came := next((key for key in keys if key in self._early), ""):
+                return came
+            return next(iter(keys)) if over() else ""
+
+        with self._lock:
+            self._arrival.wait_for(lambda: bool(found()), timeout)
+            return found()
+
+    def wake(self) -> None:
+        """Have those who wait look again whether any frame will come."""
+        with self._lock:
+            self._arrival.notify_all()
+
+    def overdue(self, now: float) -> Operation | Receipt | None:
+        """Return an operation whose time is up, if there is one."""
+        return next((operation for operation in self.running() if operation.is_overdue(now)), None)
+
+    def sent_instead(self, rank: int) -> str:
+        """Return the operation that the rank runs ahead of this one.
+
+        Returns:
+            The description of the first operation that has not started here and for which the rank has sent a frame,
+            or "" if there is none.
+        """
+        with self._lock:
+            frame = self._early.first_from(rank)
+        return (frame.what or "another operation") if frame else ""
+
+
 class Links(Protocol):
     """The part of a worker's endpoint that a group uses."""
 
@@ -108,6 +199,9 @@ class Group:
         members: The addresses of all ranks; `members[rank]` is this worker's.
         generation: The generation that all frames carry.
         max_early_bytes: The most bytes that are kept for operations that have not started here; an attribute, too.
+
+    Attributes:
+        operations: Those that run here.
     """
 
     def __init__(
@@ -121,11 +215,8 @@ class Group:
         self._ranks = {peer: index for index, peer in enumerate(members)}
         self._generation = generation
         self.max_early_bytes = max_early_bytes
-        self._lock = threading.Lock()
-        self._running: dict[str, Operation | Receipt] = {}
-        self._early: EarlyFrames[str, int] = EarlyFrames(max_early_bytes)  # by the operation's key, from a rank
+        self.operations = Operations(EarlyFrames(max_early_bytes))
         self._counter = itertools.count()
-        self._arrival = threading.Condition(self._lock)
         self._closed = False
 
     def start(
@@ -153,7 +244,7 @@ class Group:
             Forked: This process is a fork of the worker.
         """
         self._check_open()
-        key = key or next_key(self._next_number)
+        key = key or next_key(self._counter)
         if len(key) > MAX_KEY:
             raise RingError(f"the key {key!r} has {len(key)} characters; a frame's head has room for {MAX_KEY}")
         operation = Operation(self, key, what, program, kind=kind, timeout=timeout, ending=ending)
@@ -202,16 +293,7 @@ class Group:
 
     def arrived(self, peer: str, frame: Frame) -> None:
         """Give a frame to its operation, which may start later."""
-        source, key = self._ranks[peer], frame.head.key
-        fits = True
-        with self._lock:
-            operation = self._running.get(key)
-            if operation is None:
-                fits = self._early.keep(key, source, frame)
-                self._arrival.notify_all()
-        if operation is not None:
-            operation.arrived(source, frame)
-        if not fits:
+        if not self.operations.arrived(self._ranks[peer], frame):
             self._links.fail(
                 Overrun(
                     f"more than max_early_bytes={self.max_early_bytes} have come for operations that rank {self.rank} "
@@ -235,17 +317,11 @@ class Group:
             Forked: This process is a fork of the worker.
         """
         self.home.check()
-
-        def found() -> str:
-            # Asked first: a rank that has left may have sent its message before.
-            if came := next((key for key in keys if key in self._early), ""):
-                return came
-            over = self._closed or self._links.failure or all(map(self.has_left, keys.values()))
-            return next(iter(keys)) if over else ""
-
-        with self._lock:
-            self._arrival.wait_for(lambda: bool(found()), timeout)
-            return found()
+        return self.operations.wait_for_any(
+            keys,
+            timeout,
+            over=lambda: self._closed or self._links.failure is not None or all(map(self.has_left, keys.values())),
+        )
 
     def has_member(self, peer: str) -> bool:
         """Return whether the peer is a rank of this group."""
@@ -260,15 +336,13 @@ class Group:
 
     def ended(self, operation: Operation) -> None:
         """Forget an operation, and count it if it has exchanged gradients."""
-        with self._lock:
-            self._running.pop(operation.key, None)
+        self.operations.remove(operation)
         if operation.error is None and operation.kind is Kind.GRADIENTS:
             self._links.exchanged(time.monotonic() - operation.began)
 
     def taken(self, receipt: Receipt) -> None:
         """Forget a receipt."""
-        with self._lock:
-            self._running.pop(receipt.key, None)
+        self.operations.remove(receipt)
 
     def waited(self, rank: int, seconds: float) -> None:
         """Count a wait of an operation for the rank to begin."""
@@ -280,44 +354,26 @@ class Group:
 
     def failed(self, error: RingError) -> None:
         """End every running operation with the error, since the generation has ended."""
-        for operation in self._operations():
+        for operation in self.operations.running():
             operation.fail(error)
-        with self._lock:
-            self._arrival.notify_all()
+        self.operations.wake()
 
     def close(self) -> None:
         """Leave the group: refuse new operations, and end running ones."""
         self._closed = True
-        for operation in self._operations():
+        for operation in self.operations.running():
             operation.abandon(self._has_left())
-        with self._lock:
-            self._arrival.notify_all()
+        self.operations.wake()
 
     def left(self, peer: str) -> None:
         """Tell every running operation that nothing more comes from the peer."""
-        for operation in self._operations():
+        for operation in self.operations.running():
             operation.left(self._ranks[peer])
-        with self._lock:
-            self._arrival.notify_all()
+        self.operations.wake()
 
     def has_left(self, rank: int) -> bool:
         """Return whether nothing more will come from the rank."""
         return self._links.has_left(self.members[rank])
-
-    def overdue(self, now: float) -> Operation | Receipt | None:
-        """Return an operation whose time is up, if there is one."""
-        return next((operation for operation in self._operations() if operation.is_overdue(now)), None)
-
-    def sent_instead(self, rank: int) -> str:
-        """Return the operation that the rank runs ahead of this one.
-
-        Returns:
-            The description of the first operation that has not started here and for which the rank has sent a frame,
-            or "" if there is none.
-        """
-        with self._lock:
-            frame = self._early.first_from(rank)
-        return (frame.what or "another operation") if frame else ""
 
     def _head(self, what: str, key: str, signature: int, *, tag: int = 0, part: int = 0) -> pb.Head:
         """Return the head of a frame of an operation."""
@@ -342,9 +398,7 @@ class Group:
 
         It is asked afterwards whether the group has failed or was left, so that whatever happens from now on finds it.
         """
-        with self._lock:
-            self._running[operation.key] = operation
-            early = self._early.take(operation.key)
+        early = self.operations.add(operation)
         if self._links.failure:
             operation.fail(self._links.failure)
         elif self._closed:  # by another thread, since it was asked
@@ -353,13 +407,6 @@ class Group:
 
     def _has_left(self) -> RingError:
         return RingError(f"this worker has left the group {self.name!r}: no collective of it can run any more")
-
-    def _operations(self) -> list[Operation | Receipt]:
-        with self._lock:
-            return list(self._running.values())
-
-    def _next_number(self) -> int:
-        return next(self._counter)
 
 
 def group_id(name: str) -> int:

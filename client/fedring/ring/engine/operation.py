@@ -66,13 +66,13 @@ def inside(scope: CallbackScope) -> Iterator[None]:
         _local.scope = outer
 
 
-def next_key(count: Callable[[], int]) -> str:
+def next_key(count: Iterator[int]) -> str:
     """Return the key of an operation that starts on this thread.
 
-    Outside of callbacks, it is the number that `count` returns.
+    Outside of callbacks, it is the next number of `count`.
     """
     scope: CallbackScope | None = getattr(_local, "scope", None)
-    return scope.next_operation() if scope else str(count())
+    return scope.next_operation() if scope else str(next(count))
 
 
 class Carrier(Protocol):

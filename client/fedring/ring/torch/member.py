@@ -13,9 +13,10 @@ from fedring.ring.engine.operation import Kind
 from fedring.ring.engine.program import Program
 from fedring.ring.errors import NotSupported, RingError
 from fedring.ring.torch.arguments import seconds_of
+from fedring.ring.torch.coalescing import CoalescingBlock
 from fedring.ring.torch.compiler import opaque
 from fedring.ring.torch.profiling import begin_record
-from fedring.ring.torch.work import RingWork, together
+from fedring.ring.torch.work import RingWork
 from fedring.ring.torch.world import World
 
 WIRE_DTYPES = {"same": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -37,6 +38,7 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         ring: This rank's side of the group, of which torch knows nothing.
         place: This rank in the group, and the number of ranks.
         wire: The dtype in which allreduces send float32 values; None = as they are.
+        block: The block that coalesces operations, while there is one.
     """
 
     _device_types = (torch.device("cpu"), torch.device("cuda"))  # as the backend is registered
@@ -51,7 +53,7 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         self._store = store
         self._name, self._description = name, "undefined"
         self._timeout = timeout
-        self._coalesced: list[RingWork] | None = None
+        self.block = CoalescingBlock(self.ring)
 
     def getBackendName(self) -> str:  # torch's C++ code asks for it
         """Return the backend's name, which DDP logs."""
@@ -123,35 +125,19 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
 
     def abort(self) -> None:
         """Fail the generation on every rank, and leave the group."""
-        self._abort(f"rank {self.ring.rank} has aborted the group")
+        self.ring.fail(RingError(f"rank {self.ring.rank} has aborted the group", rank=self.ring.rank))
+        self.shutdown()
 
     def abort_because(self, why: str) -> None:
         """As `abort`, with a reason that the errors of all ranks tell."""
-        self._abort(f"rank {self.ring.rank} has aborted the group: {why}")
-
-    def _abort(self, text: str) -> None:
-        self.ring.fail(RingError(text, rank=self.ring.rank))
+        self.ring.fail(RingError(f"rank {self.ring.rank} has aborted the group: {why}", rank=self.ring.rank))
         self.shutdown()
 
-    def break_off(self) -> bool:
-        """End a block that coalesces, as one of its operations is refused.
-
-        After an error, torch does not end it itself.
-
-        Returns:
-            Whether there was such a block.
-        """
-        works, self._coalesced = self._coalesced, None
-        return works is not None
-
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
+        self.block.begin()
 
     def _end_coalescing(self, device: torch.device) -> RingWork:
-        works, self._coalesced = self._coalesced, None
-        if works is None:
-            raise NotSupported("an operation of this block was refused, so nothing has waited for the others")
-        return together(self.ring, works)
+        return self.block.end()
 
     def seconds(self, opts: Any = None, timeout: timedelta | None = None) -> float:
         """Return how long a collective may take, in seconds, given torch's arguments."""
@@ -179,10 +165,4 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         """
         ending = begin_record(what, results)
         operation = self.ring.start(what, program, kind=kind, timeout=seconds, ending=ending)
-        return self.coalesced(RingWork(self.ring, [operation], results, finish=finish))
-
-    def coalesced(self, work: RingWork) -> RingWork:
-        """Return `work`, and have a block that coalesces wait for it."""
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+        return self.block.add(RingWork(self.ring, [operation], results, finish=finish))

@@ -258,7 +258,7 @@ class RingProcessGroup(Member):
         """Send the tensor to a rank."""
         tensor, to = only(tensors), rank_of("destination", dst, self.ring.size)
         operation = self.messages.send(Staged([tensor]), to, tag_of(tag), timeout=self.seconds())
-        return self.coalesced(RingWork(self.ring, [operation], [tensor]))
+        return self.block.add(RingWork(self.ring, [operation], [tensor]))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> RingWork:
         """Receive the tensor from a rank."""
@@ -266,7 +266,7 @@ class RingProcessGroup(Member):
         staged = Staged([tensor])
         finish = storing([staged])
         operation = self.messages.receive(staged, source, tag_of(tag), timeout=self.seconds())
-        return self.coalesced(RingWork(self.ring, [operation], [tensor], finish=finish))
+        return self.block.add(RingWork(self.ring, [operation], [tensor], finish=finish))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> RingWork:
         """Receive the tensor from any rank.
@@ -279,7 +279,7 @@ class RingProcessGroup(Member):
         """
         if self.ring.size == 1:
             raise ValueError("a group of one rank has no other rank to receive from")
-        if self.break_off():
+        if self.block.break_off():
             raise NotSupported(
                 "a message from any rank cannot be received in a block that coalesces: receive it after it"
             )
@@ -287,7 +287,7 @@ class RingProcessGroup(Member):
         staged = Staged([tensor])
         finish, seconds = storing([staged]), self.seconds()
         receipt = ReceiveFromAny(self.messages, staged, tag_of(tag), tensor=tensor, finish=finish, timeout=seconds)
-        return self.coalesced(receipt)
+        return self.block.add(receipt)
 
     def allgather_bytes(self, payload: bytes | memoryview, *, limit: int = 1 << 30) -> BytesGather:
         """Start an allgather of payloads of at most `limit` bytes."""

@@ -152,7 +152,7 @@ class ClosingLinks:
 def test_nobody_waits_in_a_group_that_another_thread_has_left() -> None:
     links: Any = ClosingLinks()
     group = Group(links, "group", rank=0, members=["zero", "one"], generation=1, max_early_bytes=1 << 20)
-    group._operations = list  # type: ignore[method-assign]  # those of the moment before
+    group.operations.running = list  # type: ignore[method-assign]  # those of the moment before
     links.group = group
     with pytest.raises(RingError, match="has left the group"):
         group.receive(WHAT, source=1, size=3, key="1>0#4.0", timeout=60)

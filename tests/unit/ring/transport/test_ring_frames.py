@@ -1,5 +1,7 @@
 """Frames as large and as odd as a frame may be, and keys."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -89,7 +91,7 @@ def test_a_long_chain_of_callbacks_has_keys_that_fit_and_differ() -> None:
     scope, keys = CallbackScope("17"), []
     for _ in range(100):
         with inside(scope):
-            keys.append(next_key(lambda: 0))
+            keys.append(next_key(itertools.repeat(0)))
         scope = scope.next_callback()
     assert len(set(keys)) == 100
     assert max(map(len, keys)) <= MAX_KEY

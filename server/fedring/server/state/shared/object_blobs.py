@@ -64,7 +64,7 @@ class ObjectBlobs:
         for name in local.unnamed(()):
             local.delete(name)
         self._keys = {digest: set(keys) for digest, keys in list_blobs(store).items()}
-        self._put_aside = self._list("unnamed/")
+        self._put_aside = _written(store, "unnamed/")
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -106,7 +106,7 @@ class ObjectBlobs:
 
     def delete(self, digest: str) -> None:
         self._local.delete(digest)
-        self._remove(self._keys.get(digest, set()))
+        _let_go(self._store, self._keys.get(digest, set()))
         # Afterwards, and `_put` notes its key before it writes: so what was deleted while it was sealed is not there.
         self._keys.pop(digest, None)
 
@@ -132,7 +132,7 @@ class ObjectBlobs:
     def forget_unnamed(self, seconds: float) -> None:
         limit = datetime.now(UTC) - timedelta(seconds=seconds)
         old = {key for key, since in self._put_aside.items() if since <= limit}
-        self._remove(old)
+        _let_go(self._store, old)
         for key in old:
             del self._put_aside[key]
 
@@ -157,7 +157,7 @@ class ObjectBlobs:
             partial = self._local.open_partial(name, fresh=True)
             try:
                 with as_storage_errors():
-                    for part in self._object(digest).stream(_PART_BYTES):
+                    for part in _newest_object(self._store, self._keys[digest]).stream(_PART_BYTES):
                         partial.write(memoryview(part))
                 if partial.digest != digest:
                     raise StorageError("unreadable", f"the object {digest} does not hold what was written to it")
@@ -165,33 +165,6 @@ class ObjectBlobs:
                 self._local.abort(partial)
                 raise
             self._local.seal_many([partial])
-
-    def _object(self, digest: str) -> "obstore.GetResult":
-        """Return the newest object of a blob.
-
-        The newest keys may have none: it is being written now, or could not be.
-        """
-        *later, first = sorted(self._keys[digest], key=term_of, reverse=True)
-        for key in later:
-            with suppress(FileNotFoundError):
-                return obstore.get(self._store, key)
-        return obstore.get(self._store, first)
-
-    def _list(self, prefix: str) -> dict[str, datetime]:
-        """Return when each object below a prefix was written."""
-        with as_storage_errors():
-            metas = [meta for batch in obstore.list(self._store, prefix) for meta in batch]
-        return {meta["path"]: meta["last_modified"] for meta in metas}
-
-    def _remove(self, keys: Collection[str]) -> None:
-        """Delete objects.
-
-        One that cannot be deleted now is put aside at the next start.
-        """
-        try:
-            delete_objects(self._store, keys)
-        except BaseError as error:
-            log.warning("%d objects were not deleted: %s", len(keys), _sentence(error))
 
 
 def list_blobs(store: ObjectStore) -> dict[str, dict[str, int]]:
@@ -363,6 +336,36 @@ def write_object(store: ObjectStore, key: str, data: bytes) -> None:
     """
     with as_storage_errors():
         obstore.put(store, key, data)
+
+
+def _newest_object(store: ObjectStore, keys: Collection[str]) -> "obstore.GetResult":
+    """Return the newest object of a blob.
+
+    The newest keys may have none: it is being written now, or could not be.
+    """
+    *later, first = sorted(keys, key=term_of, reverse=True)
+    for key in later:
+        with suppress(FileNotFoundError):
+            return obstore.get(store, key)
+    return obstore.get(store, first)
+
+
+def _written(store: ObjectStore, prefix: str) -> dict[str, datetime]:
+    """Return when each object below a prefix was written."""
+    with as_storage_errors():
+        metas = [meta for batch in obstore.list(store, prefix) for meta in batch]
+    return {meta["path"]: meta["last_modified"] for meta in metas}
+
+
+def _let_go(store: ObjectStore, keys: Collection[str]) -> None:
+    """Delete objects.
+
+    One that cannot be deleted now is put aside at the next start.
+    """
+    try:
+        delete_objects(store, keys)
+    except BaseError as error:
+        log.warning("%d objects were not deleted: %s", len(keys), _sentence(error))
 
 
 def _parts(partial: Partial) -> Iterator[bytes]:
