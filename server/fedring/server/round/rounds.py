@@ -294,7 +294,7 @@ class Rounds:
 
     def gather(self, open_: OpenRound, *, resumed: bool = False) -> None:
         """Let the workers of a round gather, if it needs a group."""
-        if open_.job.grouped:
+        if open_.job.training.grouped:
             row = open_.row
             # Generations are numbered through all rounds: a worker of an older group is never taken for one of this.
             older = max([self._generation, *(each.group.generation for each in self if each.group is not None)])
@@ -376,7 +376,7 @@ class Rounds:
         """
         job_id = open_.row.job_id
         # One worker delivers for its whole group.
-        count = len(rows) * (len(open_.row.selected) if open_.job.grouped else 1)
+        count = len(rows) * (len(open_.row.selected) if open_.job.training.grouped else 1)
         self._served[job_id] = self._served.get(job_id, 0) + count
         open_.accepted.update((row.client_id, row) for row in rows)
         open_.in_memory.update(row.client_id for row in rows if row.payload)
