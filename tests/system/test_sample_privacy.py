@@ -8,8 +8,8 @@ import torch
 
 from fedring.client.config import ClientConfig
 from fedring.client.policy.ledger import LEDGER
+from fedring.client.training.job_loading import load_job
 from fedring.client.training.local_training import PrivateLoop
-from fedring.client.training.trainer import load_job
 from fedring.control.failure import Failure
 from fedring.data import Samples
 from fedring.privacy.account import SampledSteps, sampled_epsilon

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, cycle, islice
 from typing import Any
 
@@ -17,14 +18,17 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedring.client.training.local_training import LoadedJob
+from fedring.codec.schema import Schema, Vectors
 from fedring.job_code import job_code
-from fedring.simulation.cohort import Batch, Cohort
-from fedring.simulation.samples import Batching
+from fedring.simulation.cohort import Batch, Cohort, CohortMember, Trained
+from fedring.simulation.samples import Batching, ClientSamples, Setup
+from fedring.simulation.vectors import Vector
 from fedring.train.batches import Inputs, apply, fetch, size_of
 from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
 from fedring.train.loop import Loss, precision_of, random_state, seeded
 from fedring.train.plan import Plan
+from fedring.train.tensors.state import values_of
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ ELEMENTWISE = (
 )
 """Optimizers whose step of a value depends on that value, its gradient and its state alone."""
 
-PROBED = 64  # clients whose labels are looked at
+_PROBED = 64  # clients whose labels are looked at
 
 _LABELS = 256  # of theirs
 _MOST = 3  # samples of the computation that is compared
@@ -54,7 +58,91 @@ class Batched:
 
     cohort: Cohort
     names: tuple[str, ...]  # of the trained parameters
+    device: torch.device
     most: int  # clients at once
+
+    def train(
+        self,
+        plan: Plan,
+        members: Sequence[CohortMember],
+        less: Mapping[str, Tensor] | None = None,
+        *,
+        round_: int,
+    ) -> Sequence[Trained | None]:
+        """Train clients with one plan: see Cohort.train.
+
+        None stands for a client that must be trained alone. `round_` is the number of the round.
+        """
+        if not members:
+            return []
+        try:
+            with job_code():
+                return self.cohort.train(plan, members, less)
+        except Exception:  # the user's code may raise anything
+            log.warning("round %d: clients are trained one by one", round_, exc_info=True)
+            return [None] * len(members)
+
+    def values_of(
+        self, model: nn.Module, schema: Schema, vectors: Vectors
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """Return the values of the trained parameters by name.
+
+        They come in the model's dtypes, and in float32.
+        """
+        own = dict(model.named_parameters())
+        values = {entry.name: values for entry, values in values_of(schema, vectors)}
+        exact = {name: values[name].to(self.device) for name in self.names}
+        return {name: each.to(own[name].dtype) for name, each in exact.items()}, exact
+
+    def among_all(self, schema: Schema, trained: Vector, others: Vector) -> Vector:
+        """Return the values of all shared parameters.
+
+        Args:
+            schema: The shared tensors.
+            trained: The values of the trained parameters.
+            others: Has those of the frozen ones in their places.
+        """
+        if trained.size == others.size:
+            return trained
+        parameters, at = others.copy(), 0
+        for entry, place in schema.spans("parameter"):
+            if entry.name in self.names:
+                parameters[place], at = trained[at : at + entry.size], at + entry.size
+        return parameters
+
+
+def batched_or_not(
+    loaded: LoadedJob, samples: ClientSamples, setup: Setup, device: torch.device, load: Callable[[], LoadedJob]
+) -> tuple[LoadedJob, Batched | None, str]:
+    """Return a job, with the means to train its clients together.
+
+    Args:
+        loaded: The job.
+        samples: Those of its clients.
+        setup: Says whether they are to be trained together, and with how much memory.
+        device: Where to train.
+        load: Loads the job once more.
+
+    Returns:
+        The job, which may have been loaded once more; the means, or None; and why there are none, as a sentence, which
+        is empty if they were not asked for.
+
+    Raises:
+        SeamError: As `batched` does, if clients must be trained together, or none fits into the memory.
+    """
+    clients, batching = [client for client, size in enumerate(samples.sizes) if size], setup.batching
+    if batching is None or not clients:
+        return loaded, None, ""
+    largest, others = max(clients, key=samples.sizes.__getitem__), clients[:: -(-len(clients) // _PROBED)]
+    some = [partial(samples.train, client) for client in (largest, *others)]
+    probed = copied(loaded) or loaded
+    try:
+        return loaded, batched(probed, some, setup.job, device, batching), ""
+    except SeamError as error:
+        if batching.demanded or error.reason == "no_room":
+            raise
+        # The attempt may have spoilt the model.
+        return load() if probed is loaded else loaded, None, str(error)
 
 
 def copied(loaded: LoadedJob) -> LoadedJob | None:
@@ -111,7 +199,7 @@ def batched(
     if each > batching.most_bytes:
         text = f"One client takes about {-(-each // 10**6):,} MB to train, more than batch_mb = "
         raise SeamError("no_room", f"{text}{batching.most_bytes // 10**6:,}: allow more, or take engine = local.")
-    return Batched(cohort, tuple(named), batching.most_bytes // each)
+    return Batched(cohort, tuple(named), device, batching.most_bytes // each)
 
 
 def _check_keys(loaded: LoadedJob, job: Job) -> None:

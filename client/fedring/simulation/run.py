@@ -553,10 +553,10 @@ class _Run:
         """
         job, apart = self._job, self._job.evaluate_on_server and self._server.loads_its_own
         if apart:
-            self._tell(row, ["server"], self._counts(lambda: self._server.evaluate(self._model), warnings))
+            _tell(row, ["server"], _counts(lambda: self._server.evaluate(self._model), warnings))
         origins = {"eval": job.evaluate, "server": job.evaluate_on_server and not apart}
         if wanted := [origin for origin, asked in origins.items() if asked]:
-            self._tell(row, wanted, self._counts(lambda: self._engine.evaluate(self._vectors), warnings))
+            _tell(row, wanted, _counts(lambda: self._engine.evaluate(self._vectors), warnings))
         if self._job.evaluate and self._job.personal:
             kept = ((client, self._kept.section(client, PERSONAL)) for client in range(self._setup.clients))
             owns = (Own(client, section.tensors) for client, section in kept if section is not None)
@@ -564,30 +564,32 @@ class _Run:
             warnings += [warning for own, _ in evaluated for warning in own.warnings]
             row["metrics"] |= with_origin("eval", combine((own.total, figures) for own, figures in evaluated))
 
-    def _counts(self, evaluate: Callable[[], Counts], warnings: list[str]) -> Counts:
-        """Return the counts of an evaluation, which may fail.
-
-        Args:
-            evaluate: Makes it.
-            warnings: Get a sentence on everything that fails.
-        """
-        try:
-            counts = evaluate()
-        except (EvaluationFailed, ServerEvaluationFailed) as error:
-            warnings.append(str(error))
-            return Counts()
-        warnings += counts.warnings if counts.total else [NO_SAMPLES]
-        return counts
-
-    def _tell(self, row: Row, origins: Iterable[str], counts: Counts) -> None:
-        """Write the figures of an evaluation into the row of its round."""
-        row["accuracy"], row["loss"] = counts.accuracy, counts.loss
-        for origin in origins:
-            row["metrics"] |= with_origin(origin, counts.metrics, accuracy=counts.accuracy, loss=counts.loss)
-
 
 def _clock_of(job: Job, paces: Mapping[str, Pace], timing: Timing) -> VirtualRounds:
     """Return the rounds of a job in virtual time."""
     if job.asynchronous is not None:
         return VirtualBuffers(paces, timing.availability, job.asynchronous)
     return VirtualRounds(paces, timing.availability)
+
+
+def _counts(evaluate: Callable[[], Counts], warnings: list[str]) -> Counts:
+    """Return the counts of an evaluation, which may fail.
+
+    Args:
+        evaluate: Makes it.
+        warnings: Get a sentence on everything that fails.
+    """
+    try:
+        counts = evaluate()
+    except (EvaluationFailed, ServerEvaluationFailed) as error:
+        warnings.append(str(error))
+        return Counts()
+    warnings += counts.warnings if counts.total else [NO_SAMPLES]
+    return counts
+
+
+def _tell(row: Row, origins: Iterable[str], counts: Counts) -> None:
+    """Write the figures of an evaluation into the row of its round."""
+    row["accuracy"], row["loss"] = counts.accuracy, counts.loss
+    for origin in origins:
+        row["metrics"] |= with_origin(origin, counts.metrics, accuracy=counts.accuracy, loss=counts.loss)

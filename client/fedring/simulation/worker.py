@@ -8,7 +8,7 @@ the update, with their functions.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +16,6 @@ from functools import partial
 import numpy as np
 import torch
 from safetensors.torch import load as load_tensors
-from torch import Tensor
 
 from fedring.client.client_round import Answer, ClientRound
 from fedring.client.config import ClientConfig
@@ -27,23 +26,23 @@ from fedring.client.policy.promises import is_covered
 from fedring.client.policy.secret import ClientSecret
 from fedring.client.round_plan import plan_of, seed_of, unseeded_plan
 from fedring.client.sample_charge import cost_of
+from fedring.client.training.job_loading import load_job
 from fedring.client.training.local_training import LoadedJob, LocalTraining, loop_of
 from fedring.client.training.personal import figures_of
-from fedring.client.training.trainer import load_job
 from fedring.client.transfer.own_values import PERSONAL, line_of, section_of, values_in
 from fedring.client.transfer.residual import residual_in
 from fedring.client.transfer.update import TrainingReport, Update
 from fedring.client.transforms.chosen import begin_transforms
 from fedring.client.transforms.interface import RoundStart
 from fedring.codec import CodecError
-from fedring.codec.schema import Vectors
+from fedring.codec.schema import Schema, Vectors
 from fedring.data import ClientPart, DataError
 from fedring.job_code import job_code
 from fedring.privacy.account import NoAccountant, SampledSteps, sampled_epsilon
 from fedring.rpc.errors import BadRequest, FedringError
 from fedring.server.aggregation.terms import Terms
 from fedring.server.aggregation.walk import cut
-from fedring.server.model.transforms.listing import transforms_of
+from fedring.server.model.transforms.listing import Transforms, transforms_of
 from fedring.server.state.rows import UpdateRow
 from fedring.server.update.admission import (
     Admission,
@@ -53,11 +52,11 @@ from fedring.server.update.admission import (
     check_sender,
     row_of,
 )
-from fedring.simulation.batching import PROBED, Batched, batched, copied
+from fedring.simulation.batching import Batched, batched_or_not
 from fedring.simulation.cohort import CohortMember, Trained
 from fedring.simulation.groups import protection_of
 from fedring.simulation.plain_updates import SharedForm
-from fedring.simulation.samples import Batching, ClientSamples, OwnParts, Setup, Shares, client_id
+from fedring.simulation.samples import ClientSamples, OwnParts, Setup, Shares, client_id
 from fedring.simulation.secret import client_secret
 from fedring.simulation.vectors import Packed, Vector, pack, unpack
 from fedring.train.batches import size_of
@@ -68,7 +67,8 @@ from fedring.train.loop import seeded, warm_up
 from fedring.train.orders.commands import job_spec
 from fedring.train.plan import Plan, TrainResult
 from fedring.train.tensors.download import HeldModel
-from fedring.train.tensors.state import SharedTensors, frozen_digest, has_frozen, read_tensors, values_of, write_tensors
+from fedring.train.tensors.sharing import Sharing
+from fedring.train.tensors.state import SharedTensors, frozen_digest, has_frozen, read_tensors, write_tensors
 from fedring.train.tensors.state import split as split_tensors
 from fedring.v1 import federation_pb2 as pb
 
@@ -97,6 +97,11 @@ class Turn:
     peers: int = 0  # clients of its group of updates that are added up, with itself; 0 = there is none
     samples: int = 0  # that its last update counted for; 0 = there was none
     command: bytes = b""  # the client's own, if overrides hold for it; empty = that of the round
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is the client's own but its samples."""
+        return not (self.command or self.peers or self.kept)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,6 +169,87 @@ class _Begun:
     plan: Plan
     round: ClientRound
     member: CohortMember
+    together: Batched  # with which it is trained
+
+
+class WorkerModel:
+    """The model of a worker, which its clients train in turn.
+
+    Args:
+        loaded: The job, with the model.
+        sharing: Says which of its tensors travel.
+
+    Attributes:
+        schema: The shared tensors.
+        not_frozen: Those that training may change.
+    """
+
+    def __init__(self, loaded: LoadedJob, sharing: Sharing) -> None:
+        self._loaded, self._sharing = loaded, sharing
+        tensors = split_tensors(loaded.model, sharing)
+        self.schema, self.not_frozen = tensors.shared, tensors.not_frozen
+        self._frozen_schema = tensors.frozen
+        self._frozen_digest = frozen_digest(loaded.model, tensors.frozen)
+        self._frozen = read_tensors(loaded.model, tensors.frozen.names)
+        self._shared = SharedTensors(loaded.model, self.schema)
+
+    def put_frozen_back(self) -> None:
+        """Give the frozen tensors the values that they were loaded with."""
+        if self._frozen:  # a client's trainer may have changed them
+            write_tensors(self._loaded.model, self._frozen)
+
+    def tensors(self) -> SharedTensors:
+        """Return the model's shared tensors.
+
+        They are found anew if code of the user's may have done anything to the model.
+        """
+        if self._loaded.trainer is not None or self._loaded.evaluator is not None:
+            self._shared = SharedTensors(self._loaded.model, self.schema)
+        return self._shared
+
+    def check(self) -> None:
+        """Check that training has changed values only, and no frozen ones.
+
+        Raises:
+            UpdateRefused: It has other tensors, or other values of the frozen ones.
+        """
+        if clause := self.schema.difference(split_tensors(self._loaded.model, self._sharing).shared):
+            raise UpdateRefused("wrong_schema", f"this model is not the one that was loaded: {clause}")
+        if not has_frozen(self._loaded.model, self._frozen_schema, self._frozen_digest):
+            raise UpdateRefused("frozen_changed", "the trainer has changed the values of frozen tensors")
+
+
+class RoundTerms:
+    """A round's demands on updates.
+
+    Args:
+        schema: The tensors of an update.
+        transforms: Those of the job.
+    """
+
+    def __init__(self, schema: Schema, transforms: Transforms) -> None:
+        self._schema, self._transforms = schema, transforms
+        self._known = dict[int, Terms]()
+
+    def of(self, command: pb.TrainCmd, peers: int) -> Terms:
+        """Return the demands on updates.
+
+        Args:
+            command: Of the round.
+            peers: Clients of the group that an update belongs to; 0 = there is none.
+        """
+        if (terms := self._known.get(peers)) is None:
+            first = Terms(command.model_digest, command.max_update_bytes, self._schema)
+            terms = self._known[peers] = self._transforms.terms(first, command, peers)
+        return terms
+
+    def admit(self, client: str, update: Update, command: pb.TrainCmd, peers: int) -> UpdateRow:
+        """Return the row of a client's update: see the function `admit`."""
+        terms = self.of(command, peers)
+        payload, digest = b"".join(update.parts), update.offer.payload_digest
+        # What was made here need not be decoded, and was digested a moment ago.
+        offer = DecodedOffer(update.header, digest, update.offer.name)
+        return admit(client, offer, payload, terms, epoch=command.epoch)
 
 
 class SimulationWorker:
@@ -196,30 +282,28 @@ class SimulationWorker:
             OwnParts(data, setup, self._device) if self._loaded.divided else Shares(self._loaded.split, setup)
         )
         self.sizes = self._samples.sizes
-        self._job, self._sharing = job, job.sharing
         self._transforms = transforms_of(job)
-        self._batched, self.why_exact = self._batching(setup.batching, load)  # which may load the model once more
-        tensors = split_tensors(self._loaded.model, self._sharing)
-        self._schema = tensors.shared
-        self._frozen_schema, self._not_frozen = tensors.frozen, tensors.not_frozen
-        self._frozen_digest = frozen_digest(self._loaded.model, tensors.frozen)
-        self._frozen = read_tensors(self._loaded.model, tensors.frozen.names)
-        self._shared = SharedTensors(self._loaded.model, self._schema)
+        self._loaded, self._batched, self.why_exact = batched_or_not(
+            self._loaded, self._samples, setup, self._device, load
+        )
+        self._model = WorkerModel(self._loaded, job.sharing)
+        self._schema = self._model.schema
         self._command = self._told_to_all = pb.TrainCmd()
-        self._terms = dict[int, Terms]()
+        self._terms = RoundTerms(self._schema, self._transforms)
         self._base: HeldModel | None = None
         self._form: SharedForm | None = None  # of the updates of the round that has begun
 
     def begin(self, order: Order) -> None:
         """Take the model and the command of the next round."""
         self._command = self._told_to_all = pb.TrainCmd.FromString(order.command)
-        self._terms = {}
+        self._terms = RoundTerms(self._schema, self._transforms)
         self._base = HeldModel(self._command.model_digest, self._schema, order.vectors)
-        self._start, self._from = self._trained_of(order.vectors)
+        if self._batched is not None:
+            self._start, self._from = self._batched.values_of(self._loaded.model, self._schema, order.vectors)
         self._control = np.zeros(self._schema.num_parameters, np.float32) if order.control is None else order.control
         # The figures of a user's trainer are checked one by one.
-        plain = self._loaded.trainer is None
-        self._form = SharedForm.of(self._command, order.vectors, self._terms_of) if plain else None
+        plain, terms_of = self._loaded.trainer is None, partial(self._terms.of, self._command)
+        self._form = SharedForm.of(self._command, order.vectors, terms_of) if plain else None
 
     def train(self, turns: Sequence[Turn]) -> list[Outcome]:
         """Train clients in the round that has begun.
@@ -233,23 +317,6 @@ class SimulationWorker:
         chunks = [ordered[low:high] for low, high in cut(0, len(ordered), together.most)]
         return [outcome for chunk in chunks for outcome in self._train_together(chunk, together)]
 
-    def _batching(self, batching: Batching | None, load: Callable[[], LoadedJob]) -> tuple[Batched | None, str]:
-        """Return the means to train clients together, or why there are none."""
-        clients = [client for client, size in enumerate(self.sizes) if size]
-        if batching is None or not clients:
-            return None, ""
-        largest, others = max(clients, key=self.sizes.__getitem__), clients[:: -(-len(clients) // PROBED)]
-        samples = [partial(self._samples.train, client) for client in (largest, *others)]
-        probed = copied(self._loaded) or self._loaded
-        try:
-            return batched(probed, samples, self._job, self._device, batching), ""
-        except SeamError as error:
-            if batching.demanded or error.reason == "no_room":
-                raise
-            if probed is self._loaded:  # the attempt may have spoilt it
-                self._loaded = load()
-            return None, str(error)
-
     def _train_together(self, turns: Sequence[Turn], together: Batched) -> list[Outcome]:
         """Train clients as one computation.
 
@@ -258,7 +325,7 @@ class SimulationWorker:
         self._fill()
         alike, others = list[Turn](), list[Turn]()
         for turn in turns:
-            (alike if self._has_shared_form(turn) else others).append(turn)
+            (alike if self._form is not None and turn.is_plain else others).append(turn)
         outcomes = [*self._train_alike(alike, together), *self._train_others(others, together)]
         done = {outcome.client for outcome in outcomes}
         return outcomes + [self._turn(turn) for turn in turns if turn.client not in done]
@@ -279,11 +346,11 @@ class SimulationWorker:
             else:
                 members[turn] = CohortMember(samples, seed_of(command, name, self._secret_of(name)), self._start)
         still = np.zeros(self._schema.num_parameters, np.float32)
-        found = self._train_cohort(unseeded_plan(command), [*members.values()], together, self._from)
+        found = together.train(unseeded_plan(command), [*members.values()], self._from, round_=command.round)
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused, and told
             for turn, trained in zip(members, found, strict=True):
                 if trained is not None:
-                    delta = self._among_all(trained.values, still)
+                    delta = together.among_all(self._schema, trained.values, still)
                     outcomes.append(self._shared_outcome(turn, delta, trained.result))
         return [outcome for outcome in outcomes if outcome is not None]
 
@@ -297,42 +364,20 @@ class SimulationWorker:
             self._hear(turn)
             try:
                 plan, round_ = self._plan(turn), self._begin(turn)
-                start = self._start if round_.start is self._base else self._trained_of(round_.start.vectors)[0]
+                start = self._start
+                if round_.start is not self._base:
+                    start, _ = together.values_of(self._loaded.model, self._schema, round_.start.vectors)
                 used = round_.plan(plan)
                 member = CohortMember(self._samples.train(turn.client), used.seed, start, round_.corrections())
             except Exception:  # the client's half of an algorithm may raise anything
                 log.debug("%s cannot begin round %d", client_id(turn.client), self._command.round, exc_info=True)
             else:
-                groups.setdefault(replace(used, seed=0), []).append(_Begun(turn, plan, round_, member))
+                groups.setdefault(replace(used, seed=0), []).append(_Begun(turn, plan, round_, member, together))
         for used, begun in groups.items():
-            found = self._train_cohort(used, [each.member for each in begun], together)
+            found = together.train(used, [each.member for each in begun], round_=self._command.round)
             for each, trained in zip(begun, found, strict=True):
                 if trained is not None:
                     yield self._turn(each.turn, each, trained)
-
-    def _train_cohort(
-        self,
-        plan: Plan,
-        members: Sequence[CohortMember],
-        together: Batched,
-        less: Mapping[str, Tensor] | None = None,
-    ) -> Sequence[Trained | None]:
-        """Train clients with one plan: see Cohort.train.
-
-        None stands for a client that must be trained alone.
-        """
-        if not members:
-            return []
-        try:
-            with job_code():
-                return together.cohort.train(plan, members, less)
-        except Exception:  # the user's code may raise anything
-            log.warning("round %d: clients are trained one by one", self._command.round, exc_info=True)
-            return [None] * len(members)
-
-    def _has_shared_form(self, turn: Turn) -> bool:
-        """Return whether a client's update differs from others in its values only."""
-        return self._form is not None and not (turn.command or turn.peers or turn.kept)
 
     def _shared_outcome(self, turn: Turn, delta: Vector, result: TrainResult) -> Outcome | None:
         """Return the outcome of a client whose update has the shared form.
@@ -347,33 +392,6 @@ class SimulationWorker:
         row = self._form.row(client_id(turn.client), delta, result) if self._form else None
         return None if row is None else Outcome(turn.client, row, result.num_samples, delta=delta)
 
-    def _trained_of(self, vectors: Vectors) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Return the values of the trained parameters by name.
-
-        They come in the model's dtypes, and in float32. There are none if clients are trained one by one.
-        """
-        if self._batched is None:
-            return {}, {}
-        own = dict(self._loaded.model.named_parameters())
-        values = {entry.name: values for entry, values in values_of(self._schema, vectors)}
-        exact = {name: values[name].to(self._device) for name in self._batched.names}
-        return {name: each.to(own[name].dtype) for name, each in exact.items()}, exact
-
-    def _among_all(self, trained: Vector, others: Vector) -> Vector:
-        """Return the values of all shared parameters.
-
-        Args:
-            trained: Those of the trained ones.
-            others: Has those of the frozen ones in their places.
-        """
-        if trained.size == others.size or self._batched is None:
-            return trained
-        parameters, at = others.copy(), 0
-        for entry, place in self._schema.spans("parameter"):
-            if entry.name in self._batched.names:
-                parameters[place], at = trained[at : at + entry.size], at + entry.size
-        return parameters
-
     def evaluate(self, vectors: Vectors) -> Counts:
         """Evaluate a model on this worker's share of the test samples.
 
@@ -384,8 +402,8 @@ class SimulationWorker:
         for samples in self._samples.held_out():
             if not size_of(samples):
                 continue
-            self._put_frozen_back()
-            self._tensors().fill(vectors)
+            self._model.put_frozen_back()
+            self._model.tensors().fill(vectors)
             counts += run_evaluator(loaded.evaluator, loaded.model, samples, loss=loaded.loss, device=self._device)
         return counts
 
@@ -398,7 +416,7 @@ class SimulationWorker:
             Exception: Whatever the user's evaluator or loss raises.
         """
         loaded, samples = self._loaded, self._samples.test(own.client)
-        self._put_frozen_back()
+        self._model.put_frozen_back()
         write_tensors(loaded.model, load_tensors(own.model))
         counts = run_evaluator(loaded.evaluator, loaded.model, samples, loss=loaded.loss, device=self._device)
         return counts, figures_of(counts)
@@ -438,7 +456,7 @@ class SimulationWorker:
             return Outcome(turn.client, None, failure=failure)
         try:
             answer = answer or self._nothing(turn, plan, reason)
-            row = self._admit(turn, answer.update)
+            row = self._terms.admit(client_id(turn.client), answer.update, self._command, turn.peers)
         except (CodecError, FedringError, UpdateRefused) as error:
             return Outcome(turn.client, None, failure=f"{name}: {error}")
         except Exception as error:  # such as a lack of memory
@@ -450,7 +468,7 @@ class SimulationWorker:
         """Make the update of a client of a cohort: see `_update`."""
         result, base = trained.result, begun.round.start.vectors
         report = TrainingReport(result.num_samples, result.seconds, result.metrics)
-        values = Vectors(self._among_all(trained.values, base.parameters), base.buffers)
+        values = Vectors(begun.together.among_all(self._schema, trained.values, base.parameters), base.buffers)
         return begun.round.trained(values, report), result.num_samples
 
     def _plain(self, turn: Turn, plan: Plan) -> Outcome | None:
@@ -459,11 +477,11 @@ class SimulationWorker:
         None = it has not, or the server would refuse the update. Then `_update` does the same and says why.
         """
         # The buffers of a form are those of the base, which a training by itself may change.
-        if self._form is None or self._form.packets or self._base is None or not self._has_shared_form(turn):
+        if self._form is None or self._form.packets or self._base is None or not turn.is_plain:
             return None
         self._fill()
         result = self._training(turn).train(plan, None)
-        delta = self._tensors().read().parameters
+        delta = self._model.tensors().read().parameters
         with np.errstate(over="ignore", invalid="ignore"):
             delta -= self._base.vectors.parameters
             return self._shared_outcome(turn, delta, result)
@@ -475,7 +493,7 @@ class SimulationWorker:
         training = self._training(turn)
         samples = training.counted(self.sizes[turn.client], turn.samples)
         trained = training.train_on_noise(round_.plan(plan), reason, lambda: None)
-        return round_.nothing(self._tensors().read() if trained else None, samples)
+        return round_.nothing(self._model.tensors().read() if trained else None, samples)
 
     def _training(self, turn: Turn) -> LocalTraining:
         return LocalTraining(self._command, self._loaded, self._samples.train(turn.client), self._device)
@@ -484,8 +502,8 @@ class SimulationWorker:
         """Give the model the values of the round's base."""
         if self._base is None:
             raise ValueError("no round has begun")
-        self._tensors().fill(self._base.vectors)
-        self._put_frozen_back()
+        self._model.tensors().fill(self._base.vectors)
+        self._model.put_frozen_back()
 
     def _begin(self, turn: Turn) -> ClientRound:
         """Begin the round of a client, whose model has the base's values.
@@ -512,60 +530,26 @@ class SimulationWorker:
     def _secret_of(self, name: str) -> ClientSecret:
         return ClientSecret(lambda: client_secret(self._secret, name))
 
-    def _put_frozen_back(self) -> None:
-        if self._frozen:  # a client's trainer may have changed them
-            write_tensors(self._loaded.model, self._frozen)
-
-    def _tensors(self) -> SharedTensors:
-        """Return the model's shared tensors.
-
-        They are found anew if code of the user's may have done anything to the model.
-        """
-        if self._loaded.trainer is not None or self._loaded.evaluator is not None:
-            self._shared = SharedTensors(self._loaded.model, self._schema)
-        return self._shared
-
     def _update(self, turn: Turn, plan: Plan) -> tuple[Answer, int]:
         """Train and make an update, as fl-client does.
 
         Returns the update, and the number of samples.
         """
-        training, loaded = self._training(turn), self._loaded
+        training, not_frozen = self._training(turn), self._model.not_frozen
         self._fill()
         round_ = self._begin(turn)
         kept, line = round_.kept, line_of(self._command)
-        own = training.train_own(plan, self._not_frozen, lambda: values_in(kept, PERSONAL, line, self._not_frozen))
+        own = training.train_own(plan, not_frozen, lambda: values_in(kept, PERSONAL, line, not_frozen))
         result = training.train(round_.plan(plan), round_.corrections())
         # The user's own trainer may have done anything to the model, so check before values leave it.
-        if loaded.trainer and (clause := self._schema.difference(split_tensors(loaded.model, self._sharing).shared)):
-            raise UpdateRefused("wrong_schema", f"this model is not the one that was loaded: {clause}")
-        if loaded.trainer and not has_frozen(loaded.model, self._frozen_schema, self._frozen_digest):
-            raise UpdateRefused("frozen_changed", "the trainer has changed the values of frozen tensors")
+        if self._loaded.trainer:
+            self._model.check()
         report = TrainingReport(result.num_samples, result.seconds, result.metrics)
-        answer = round_.trained(self._tensors().read(), report)
+        answer = round_.trained(self._model.tensors().read(), report)
         if own:
-            mine = {PERSONAL: section_of(line, self._not_frozen, own)}
+            mine = {PERSONAL: section_of(line, not_frozen, own)}
             answer = replace(answer, kept={**answer.kept, **mine})
         return answer, result.num_samples
-
-    def _admit(self, turn: Turn, update: Update) -> UpdateRow:
-        command, terms = self._command, self._terms_of(turn.peers)
-        payload, digest = b"".join(update.parts), update.offer.payload_digest
-        # What was made here need not be decoded, and was digested a moment ago.
-        offer = DecodedOffer(update.header, digest, update.offer.name)
-        return admit(client_id(turn.client), offer, payload, terms, epoch=command.epoch)
-
-    def _terms_of(self, peers: int) -> Terms:
-        """Return the round's demands on updates.
-
-        Args:
-            peers: Clients of the group that an update belongs to; 0 = there is none.
-        """
-        command = self._command
-        if (terms := self._terms.get(peers)) is None:
-            first = Terms(command.model_digest, command.max_update_bytes, self._schema)
-            terms = self._terms[peers] = self._transforms.terms(first, command, peers)
-        return terms
 
 
 def admit(client: str, offer: DecodedOffer, payload: bytes, terms: Terms, *, epoch: int) -> UpdateRow:

@@ -39,7 +39,7 @@ def _users_code(monkeypatch: pytest.MonkeyPatch) -> None:
 def _all_are_trained_together(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Fail where clients that can be trained together were trained one by one after all, which ends the same."""
     yield
-    wasted = [each for each in caplog.get_records("call") if each.name == "fedring.simulation.worker"]
+    wasted = [each for each in caplog.get_records("call") if each.name == "fedring.simulation.batching"]
     assert not [each.getMessage() for each in wasted if "trained one by one" in each.getMessage()]
 
 

@@ -13,6 +13,7 @@ from grpc import StatusCode, aio
 from fedring.client.errors import Refused
 from fedring.client.session.connection import CALL_SECONDS, Connection, stray_cancellation
 from fedring.client.session.inbox import WorkInbox
+from fedring.client.session.losses import Lost, explain, is_a, is_unreachable
 from fedring.client.session.retry import RetryPolicy, Verdict, is_doubtful
 from fedring.client.session.tries import Tries
 from fedring.daemon.exits import Exit
@@ -26,9 +27,7 @@ from fedring.rpc.errors import (
     Standby,
     Superseded,
     Unavailable,
-    UnknownMethod,
     UnknownRound,
-    leader_in,
     reason_of,
     retry_seconds_of,
     status_of,
@@ -38,8 +37,6 @@ from fedring.rpc.streams import TimedStream
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
-
-Lost = aio.AioRpcError | FedringError
 
 _OF_SESSIONS = (None, "heartbeat", "evaluate")
 """The events that concern no round of training; None is one that this program does not know."""
@@ -165,16 +162,16 @@ class ClientSession:
                     "token, or a copy of this state_dir: give each client an id and a state_dir of its own",
                     Exit.CONFIG,
                 )
-            if isinstance(lost, aio.AioRpcError) and (_is(lost, ComeBack) or _is(lost, InLine)):
-                await self._stay_away(retry_seconds_of(lost, most=MOST_AWAY), hang_up=_is(lost, ComeBack))
+            if isinstance(lost, aio.AioRpcError) and (is_a(lost, ComeBack) or is_a(lost, InLine)):
+                await self._stay_away(retry_seconds_of(lost, most=MOST_AWAY), hang_up=is_a(lost, ComeBack))
                 continue
             await self._health.set(serving=False)
-            wait = _unreachable(lost)
+            wait = is_unreachable(lost)
             deadline = self._deadline(lost)
             # One look per outage: it takes seconds, and its result is only for the sentence.
             if wait and self._state != "unreachable":
                 obstacle = await asyncio.to_thread(self._connection.obstacle, lost)
-            self._say(*self._explain(lost, obstacle))
+            self._say(*explain(lost, self._connection, obstacle))
             with suppress(TimeoutError):
                 await tries.wait(deadline=deadline)
 
@@ -256,7 +253,7 @@ class ClientSession:
         Raises:
             Refused: If another session has had the id for as long as the server said to keep trying.
         """
-        if not (isinstance(lost, aio.AioRpcError) and _is(lost, IdInUse)):
+        if not (isinstance(lost, aio.AioRpcError) and is_a(lost, IdInUse)):
             self._in_use_since = None
             return None
         now = time.monotonic()
@@ -354,36 +351,6 @@ class ClientSession:
                 self._wake.set()  # The next round waits until the server knows whether this client is free.
         return None
 
-    def _explain(self, lost: Lost, obstacle: str) -> tuple[str, str]:
-        """Return the new state, and a sentence that explains it.
-
-        `obstacle` says why no call arrives at the server's address, if none does.
-        """
-        address = self._connection.address
-        if isinstance(lost, Unavailable):
-            return "closed", f"fl-server at {address} closed the session; joining again"
-        if isinstance(lost, OldTerm):
-            return "replaced", f"fl-server at {address} has been replaced ({lost}); looking for the one that leads"
-        if isinstance(lost, FedringError):
-            return "silent", f"fl-server at {address} does not answer ({lost}); joining again"
-        if _is(lost, Standby):
-            return (
-                "standby",
-                f"fl-server at {address} waits as a standby; looking for {leader_in(lost) or 'the leader'}",
-            )
-        if _unreachable(lost):
-            return "unreachable", f"cannot reach fl-server at {address}; still trying: {obstacle}"
-        if _is(lost, IdInUse):
-            name, seconds = self._connection.client_id, retry_seconds_of(lost)
-            return "in_use", f"fl-server at {address} has another session of {name!r}; trying for {seconds:g} s"
-        if _is(lost, UnknownMethod):
-            port = "fl-server's port for flctl, its control_listen: name its `listen` address as `server`"
-            return "wrong_port", f"{address} is {port}; still trying"
-        if status_of(lost) is StatusCode.UNIMPLEMENTED:
-            return "no_server", f"the program at {address} is not fl-server: check `server`; still trying"
-        sentence = f"fl-server at {address} answered {reason_of(lost)}; still trying: {lost.details()}"
-        return status_of(lost).name, sentence
-
     def _say(self, state: str, sentence: str) -> None:
         """Log and tell a change of state, once, however many attempts follow."""
         if state != self._state:
@@ -398,12 +365,3 @@ def _pause_of(seconds: float) -> float:
     The server may have sent any number.
     """
     return min(seconds, _MOST_PAUSE) if seconds >= _LEAST_PAUSE else _LEAST_PAUSE
-
-
-def _is(lost: Lost, kind: type[FedringError]) -> bool:
-    return isinstance(lost, aio.AioRpcError) and reason_of(lost) == kind.reason
-
-
-def _unreachable(lost: Lost) -> bool:
-    nobody = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED)
-    return isinstance(lost, aio.AioRpcError) and status_of(lost) in nobody and not _is(lost, Standby)

@@ -6,8 +6,6 @@ It looks up the names in the job, and keeps model and data loaded from round to 
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +15,14 @@ from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.evaluation import Evaluation
 from fedring.client.policy.promises import is_covered
 from fedring.client.task import Task
-from fedring.client.training.local_training import LoadedJob, LocalTraining, loop_of
+from fedring.client.training.group_training import GroupTraining
+from fedring.client.training.job_loading import load_own
+from fedring.client.training.local_training import LoadedJob, LocalTraining
 from fedring.client.training.personal import with_own
 from fedring.client.training.process import CodeFailed, CodeProcess, RemoteTraining, evaluate_remote, load_remote
 from fedring.daemon.logs import loggable
 from fedring.daemon.tracing import span
-from fedring.data import ClientPart, DataError, Split, load_part, load_split, takes_part
+from fedring.data import DataError
 from fedring.job_code import job_code
 from fedring.offers import PARTS, named
 from fedring.train.batches import size_of
@@ -32,22 +32,16 @@ from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.jobs.job_table import TrainingMode
 from fedring.train.jobs.modes import MODES
 from fedring.train.loop import warm_up
-from fedring.train.names.arguments import read_arguments
 from fedring.train.names.offered import Offered, collect
-from fedring.train.names.seam import build_model, optimizer_factory
 from fedring.train.plan import TrainResult
-from fedring.train.tensors.skeleton import build_skeleton
 from fedring.train.tensors.state import tensors_of
 from fedring.v1 import federation_pb2 as pb
-
-if TYPE_CHECKING:
-    from fedring.client.group.data_parallel import DataParallelTrainer
-    from fedring.client.group.pipeline import PipelineTrainer
 
 log = logging.getLogger(__name__)
 
 _READ = "fl-client had read it: restart fl-client, which still runs the old code, or send it SIGUSR2"
 _WRONG_BASE = ("wrong_base", "frozen_changed")
+"""The reasons of a WrongModel for which the model has other frozen values: it is built anew for the next round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +63,7 @@ class DeclaredTrainer:
         self._config = config
         self._offered = offered_by(config)
         self._device = pick_device(config.device)
+        self._groups = GroupTraining(config, self._offered, self._device)
         self._key = b""
         self._loaded: LoadedJob | None = None
         self._form: object = None  # of its model, as it was built
@@ -111,44 +106,15 @@ class DeclaredTrainer:
 
     def _try(self, task: Task) -> "_Failure | None":
         """Train and submit; return a failure that is not reported yet."""
-        self._reached = 0.0
         try:
-            if not (self._config.trainer or task.job.trainer):  # a user's trainer cannot report how far it is
-                task.progress(0.0)
-            if self._process is not None and MODES[task.job.mode].grouped:
-                text = f"this client has training.process = true, which the mode {task.job.mode} cannot do"
-                raise SeamError("unknown_mode", text)
-            before, compares = self._loaded, self._can_compare(task)
-            if compares and self._first is None:
-                self.forget()  # Only a model that was just built has the values of the seed.
-            with job_code():
-                loaded = self.load(task.job, lambda: task.cancelled)
-            if not compares:
-                self._first = None
-            elif loaded is not before:
-                self._first = {name: tensor.detach().clone() for name, tensor in tensors_of(loaded.model)}
-            task.first_values = self._first
-            where = span("train", task.command.traceparent, round=task.round, client=self._config.client_id)
-            with where, job_code():
-                if MODES[task.job.mode].grouped:
-                    self._train_in_group(loaded, task)
-                    return None
-                size = self._size(loaded, task)  # all that may be told to the server of a covered job comes before this
-                cost = task.charge.cost(task.plan, size, self._config.privacy)
-                known = task.ledger.note_of(task.command).samples
-                training = self._training_of(loaded, task, lambda share: self._advance(task, share))
-                task.load_into(loaded.model, samples=training.counted(size, known))
-                with task.charge.of(cost, self._config.privacy.delta):
-                    own = training.train_own(task.plan, task.started.loaded.parts.not_frozen, task.load_own)
-                    result = self._train(training, task)
-            task.submit(loaded.model, result.num_samples, result.metrics, result.seconds, own=own)
-            log.info("round %d: update accepted", task.round, extra=loggable(result.metrics) | {"round": task.round})
+            self._train_and_submit(task)
         except TrainingStopped:
             task.end.done = True  # The server has ended the round, and may have told the group before this client.
             log.info("round %d ended before this client had trained", task.round)
         except WrongModel as error:  # the task has dealt with it
             log.error("round %d failed (%s): %s", task.round, error.reason, error)
-            self._drop(error)
+            if error.reason in _WRONG_BASE:
+                self.forget()
         except RoundOver as over:
             log.warning("round %d takes no update from this client: %s", task.round, over)
         except (SeamError, TrainError, DataError) as error:
@@ -163,6 +129,44 @@ class DeclaredTrainer:
             log.exception("round %d failed", task.round)
             return _Failure(failure_reason(error), failure_detail(error), type(error).__name__)
         return None
+
+    def _train_and_submit(self, task: Task) -> None:
+        """Train, and submit the update.
+
+        Raises:
+            Exception: Whatever ends the round: the job's code may raise anything.
+        """
+        self._reached = 0.0
+        if not (self._config.trainer or task.job.trainer):  # a user's trainer cannot report how far it is
+            task.progress(0.0)
+        if self._process is not None and MODES[task.job.mode].grouped:
+            text = f"this client has training.process = true, which the mode {task.job.mode} cannot do"
+            raise SeamError("unknown_mode", text)
+        before, compares = self._loaded, self._can_compare(task)
+        if compares and self._first is None:
+            self.forget()  # Only a model that was just built has the values of the seed.
+        with job_code():
+            loaded = self.load(task.job, lambda: task.cancelled)
+        if not compares:
+            self._first = None
+        elif loaded is not before:
+            self._first = {name: tensor.detach().clone() for name, tensor in tensors_of(loaded.model)}
+        task.first_values = self._first
+        where = span("train", task.command.traceparent, round=task.round, client=self._config.client_id)
+        with where, job_code():
+            if MODES[task.job.mode].grouped:
+                self._groups.train(loaded, task)
+                return
+            size = _told_size(loaded, task)  # all that may be told to the server of a covered job comes before this
+            cost = task.charge.cost(task.plan, size, self._config.privacy)
+            known = task.ledger.note_of(task.command).samples
+            training = self._training_of(loaded, task, lambda share: self._advance(task, share))
+            task.load_into(loaded.model, samples=training.counted(size, known))
+            with task.charge.of(cost, self._config.privacy.delta):
+                own = training.train_own(task.plan, task.started.loaded.parts.not_frozen, task.load_own)
+                result = self._train(training, task)
+        task.submit(loaded.model, result.num_samples, result.metrics, result.seconds, own=own)
+        log.info("round %d: update accepted", task.round, extra=loggable(result.metrics) | {"round": task.round})
 
     def _can_compare(self, task: Task) -> bool:
         """Return whether a round must start from newly built values.
@@ -184,7 +188,7 @@ class DeclaredTrainer:
         """
         with job_code():
             if MODES.get(evaluation.job.mode, TrainingMode).staged:  # The group has done it, at the end of the round.
-                return self._pipeline_trainer.evaluation_of(evaluation.command.model_digest)
+                return self._groups.evaluation_of(evaluation.command.model_digest)
             try:
                 loaded = self.load(evaluation.job, lambda: evaluation.ended)
                 evaluation.load_into(loaded.model)
@@ -198,7 +202,8 @@ class DeclaredTrainer:
             except TrainingStopped:
                 raise RoundOver("deadline") from None
             except WrongModel as error:
-                self._drop(error)
+                if error.reason in _WRONG_BASE:
+                    self.forget()
                 raise
             finally:
                 if self.in_users_code:
@@ -224,27 +229,6 @@ class DeclaredTrainer:
             return replace(counts, warnings=(*counts.warnings, why))
         return with_own(counts, own)
 
-    @cached_property
-    def _group_trainer(self) -> "DataParallelTrainer":
-        from fedring.client.group.data_parallel import DataParallelTrainer  # imports torch.distributed's collectives
-
-        return DataParallelTrainer(self._config, self._offered, self._device)
-
-    @cached_property
-    def _pipeline_trainer(self) -> "PipelineTrainer":
-        from fedring.client.group.pipeline import PipelineTrainer  # as above
-
-        return PipelineTrainer(self._config, self._offered, self._device)
-
-    def _train_in_group(self, loaded: LoadedJob, task: Task) -> None:
-        model, samples, loss, optimizer = loaded.model, loaded.split.train, loaded.loss, loaded.optimizer
-        if MODES[task.job.mode].staged:
-            whole = partial(build_model, *_model_of(task.job, self._config), self._offered)
-            held_out = loaded.split.test
-            self._pipeline_trainer.train(task, model, samples, held_out, loss=loss, optimizer=optimizer, whole=whole)
-        else:
-            self._group_trainer.train(task, model, samples, loss=loss, optimizer=optimizer)
-
     def _advance(self, task: Task, share: float) -> None:
         self._reached = share
         task.progress(share)
@@ -263,20 +247,6 @@ class DeclaredTrainer:
             return training.train(task.plan, task.corrections)
         finally:
             self.in_users_code = False
-
-    def _size(self, loaded: LoadedJob, task: Task) -> int:
-        """Return the number of samples; 0 if nobody needs to know it.
-
-        Raises:
-            TrainError: With the reason no_data, if the round is covered, and this client has no samples: then nothing
-                of that can be told.
-        """
-        if not is_covered(task.command) or (loaded.trainer is not None and not hasattr(loaded.split.train, "__len__")):
-            return 0
-        size = size_of(loaded.split.train)
-        if not size and loaded.trainer is None:
-            raise TrainError("no_data", "This client has no samples to train on: give it some.")
-        return size
 
     def _fail(self, task: Task, failure: "_Failure") -> None:
         """Report a failure.
@@ -297,14 +267,6 @@ class DeclaredTrainer:
         training = self._training_of(loaded, task, lambda share: task.progress(max(share, self._reached)))
         trained = training.train_on_noise(task.plan, failure.reason, lambda: task.started.restore(loaded.model))
         return loaded.model if trained else None
-
-    def _drop(self, error: Exception) -> None:
-        """Forget the loaded job if its model has other frozen values.
-
-        Then it is built anew for the next round.
-        """
-        if isinstance(error, WrongModel) and error.reason in _WRONG_BASE:
-            self._loaded = None
 
     def forget(self) -> None:
         """Forget the loaded job, so that it is built anew."""
@@ -334,79 +296,13 @@ class DeclaredTrainer:
         wanted = key.SerializeToString(deterministic=True)
         if self._loaded is None or wanted != self._key:
             self._loaded = None  # Frees the old data before the new data is loaded.
-            self._loaded, self._key = self._build(job, stopped), wanted
+            if self._process is not None:
+                self._loaded = load_remote(self._process, job, self._config, stopped)
+            else:
+                self._loaded = load_own(job, self._config, self._offered, self._device)
+            self._key = wanted
             self._form = _form_of(self._loaded.model)
         return self._loaded
-
-    def _build(self, job: pb.JobSpec, stopped: Callable[[], bool]) -> LoadedJob:
-        config = self._config
-        if self._process is not None:
-            return load_remote(self._process, job, config, stopped)
-        part_of = ClientPart(config.partition_index, config.partition_count, config.client_id)
-        whole = load_job(job, config, self._offered, self._device, part_of)
-        if MODES[job.mode].staged:  # Its workers read the same samples.
-            return whole
-        split, shared = whole.split, MODES[job.mode].grouped
-        if whole.divided:
-            log.info("loaded %s samples of %s", _size(split.train), part_of)
-            loop_of(job).check(whole, split.train, self._device)
-            return whole
-        part = load_part(
-            split,
-            "iid" if shared else job.partition or "none",
-            index=config.partition_index,
-            count=config.partition_count,
-            alpha=job.alpha,
-            seed=job.seed,
-            alike=bool(job.personal),
-        )
-        if shared:  # Each worker of a group takes its share of all samples.
-            part = Split(split.train, part.test, split.classes)
-        log.info("loaded %s samples of the data set (partition_count=%s)", _size(part.train), config.partition_count)
-        # Not with the part, whose first sample the server chooses.
-        loop_of(job).check(whole, split.train, self._device)
-        return replace(whole, split=part)
-
-
-def load_job(
-    job: pb.JobSpec, config: ClientConfig, offered: Offered, device: torch.device, part: ClientPart | None = None
-) -> LoadedJob:
-    """Load everything that a job names.
-
-    The samples are those of all clients, unless the data callable takes a part.
-
-    Args:
-        job: The job.
-        config: Says what is used instead of what the job names, and where data sets are.
-        offered: What jobs may name here.
-        device: Where the model is kept; the model of a pipeline stays without values.
-        part: The client whose samples are loaded. Workers of a group share each batch, so they load all samples.
-
-    Raises:
-        SeamError: If a name is not offered, or the model cannot be built.
-        DataError: If the samples cannot be loaded.
-    """
-    if job.mode not in MODES:
-        raise SeamError("unknown_mode", f"This client does not know the mode {job.mode!r}: update it.")
-    name = {part: getattr(config, part) or getattr(job, part) for part in PARTS}
-    data = offered.get("data", name["data"])
-    arguments = (*_model_of(job, config), offered)
-    # No worker of a pipeline has the memory for all stages.
-    model = build_skeleton(*arguments) if MODES[job.mode].staged else build_model(*arguments).to(device)
-    return LoadedJob(
-        model,
-        load_split(data, config.data_root, config.download, None if MODES[job.mode].grouped else part),
-        offered.get("loss", name["loss"]),
-        optimizer_factory(name["optimizer"], read_arguments(job.optimizer_args), offered),
-        offered.get("trainer", name["trainer"]) if name["trainer"] else None,
-        offered.get("evaluator", name["evaluator"]) if name["evaluator"] else None,
-        divided=takes_part(data) and not MODES[job.mode].grouped,
-    )
-
-
-def _model_of(job: pb.JobSpec, config: ClientConfig) -> tuple[str, dict[str, Any], int]:
-    """Return the name, the arguments and the seed of the job's model."""
-    return config.model or job.model, read_arguments(job.model_args), job.seed
 
 
 def offered_by(config: ClientConfig) -> Offered:
@@ -438,6 +334,21 @@ def prepare(config: ClientConfig, *, trains: bool = True) -> None:
         warm_up(pick_device(config.device))
 
 
+def _told_size(loaded: LoadedJob, task: Task) -> int:
+    """Return the number of samples; 0 if nobody needs to know it.
+
+    Raises:
+        TrainError: With the reason no_data, if the round is covered, and this client has no samples: then nothing
+            of that can be told.
+    """
+    if not is_covered(task.command) or (loaded.trainer is not None and not hasattr(loaded.split.train, "__len__")):
+        return 0
+    size = size_of(loaded.split.train)
+    if not size and loaded.trainer is None:
+        raise TrainError("no_data", "This client has no samples to train on: give it some.")
+    return size
+
+
 def _form_of(model: nn.Module) -> object:
     """Return the names, dtypes and shapes of a model's tensors.
 
@@ -447,7 +358,3 @@ def _form_of(model: nn.Module) -> object:
         return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors_of(model)]
     except SeamError:
         return None
-
-
-def _size(samples: Any) -> int:
-    return len(samples)

@@ -201,7 +201,7 @@ def _check_clients(job: Job, count: int, sites: Sequence[Path]) -> None:
             "min_clients, sample_clients or the stages of the job",
             Exit.CONFIG,
         )
-    if job.grouped and sites:
+    if job.training.grouped and sites:
         raise Failure(
             f"the clients of a {job.mode} job share each batch, so all need the same samples: give --clients and "
             "--data-root in the place of --sites",

@@ -8,7 +8,6 @@ from typing import Self
 
 from pydantic import ValidationError, model_validator
 
-from fedring.codec.encoding import Encoding
 from fedring.offers import PARTS, named
 from fedring.train.bounds import MAX_JOB_BYTES
 from fedring.train.jobs.aggregation_table import MEAN
@@ -48,15 +47,15 @@ class Job(JobKeys):
 
     @model_validator(mode="after")
     def _fits_its_mode(self) -> Self:
-        if self.grouped and (self.trainer or self.mu):
+        if self.training.grouped and (self.trainer or self.mu):
             raise ValueError(f"trainer and mu belong to the mode federated: leave them out of a {self.mode} job")
-        if self.normalize_steps and (self.grouped or self.mu):
-            what = f"a {self.mode} job, in which all updates are one" if self.grouped else f"mu={self.mu:g}"
+        if self.normalize_steps and (self.training.grouped or self.mu):
+            what = f"a {self.mode} job, in which all updates are one" if self.training.grouped else f"mu={self.mu:g}"
             raise ValueError(f"normalize_steps does not go with {what}: leave one of them out")
         dampening = self.optimizer_args.get("dampening", 0.0)
         if self.normalize_steps and isinstance(dampening, int | float) and not 0 <= dampening <= 1:
             raise ValueError(f"normalize_steps needs optimizer_args.dampening from 0 to 1, and it is {dampening:g}")
-        if self.grouped and (self.shared != ["*"] or self.private or self.send_frozen):
+        if self.training.grouped and (self.shared != ["*"] or self.private or self.send_frozen):
             raise ValueError(
                 "shared, private and send_frozen belong to the mode federated: leave them out of a "
                 f"{self.mode} job, whose workers train one whole model"
@@ -78,7 +77,7 @@ class Job(JobKeys):
 
     @model_validator(mode="after")
     def _transforms_fit(self) -> Self:
-        if self.grouped and self.transforms:
+        if self.training.grouped and self.transforms:
             raise ValueError(f"transforms belong to the mode federated: leave them out of a {self.mode} job")
         names = [each.name for each in self.transforms]
         if twice := next((name for name in names if names.count(name) > 1), ""):
@@ -88,14 +87,14 @@ class Job(JobKeys):
     @model_validator(mode="after")
     def _schedules_fit(self) -> Self:
         check_schedules(self.scheduled, rounds=self.rounds)
-        if self.grouped and self.scheduled:
+        if self.training.grouped and self.scheduled:
             key = next(iter(self.scheduled))
             raise ValueError(f"{key} follows a schedule in the mode federated only: give a {self.mode} job a number")
         return self
 
     @model_validator(mode="after")
     def _rule_has_enough_updates(self) -> Self:
-        if self.grouped and (self.aggregation.rule != MEAN or self.update_clip or self.update_clip_factor):
+        if self.training.grouped and (self.aggregation.rule != MEAN or self.update_clip or self.update_clip_factor):
             raise ValueError(
                 f"aggregation, update_clip and update_clip_factor belong to the mode federated: a {self.mode} job has "
                 "one update in each round"
@@ -112,7 +111,7 @@ class Job(JobKeys):
 
     @model_validator(mode="after")
     def _overrides_fit(self) -> Self:
-        if self.override and self.grouped:
+        if self.override and self.training.grouped:
             raise ValueError(
                 f"override belongs to the mode federated: leave it out of a {self.mode} job, whose workers share each "
                 "batch"
@@ -184,14 +183,6 @@ class Job(JobKeys):
         return settings_of(self.lr, self.epochs, self.subset_size, job_round=job_round, rounds=self.rounds)
 
     @property
-    def grouped(self) -> bool:
-        """Whether the clients of a round form one group of workers.
-
-        One of the workers delivers the update for all.
-        """
-        return self.training.grouped
-
-    @property
     def training(self) -> TrainingMode:
         """How the clients train together: the table of the job's mode."""
         modes: dict[str, TrainingMode] = {"data_parallel": self.data_parallel, "pipeline": self.pipeline}
@@ -235,19 +226,4 @@ class Job(JobKeys):
     @property
     def sharing(self) -> Sharing:
         """The choice of the model's tensors that travel."""
-        return Sharing(tuple(self.shared), tuple(self.private), not (self.grouped or self.send_frozen))
-
-    @property
-    def upload_encoding(self) -> Encoding:
-        """The encoding of the clients' updates."""
-        return Encoding(self.encoding, self.chunk, self.keep_ratio, self.step)
-
-    @property
-    def delta_encoding(self) -> Encoding | None:
-        """The encoding of the delta between models, or None.
-
-        It is None if the server sends whole models.
-        """
-        if self.download_encoding == "full":
-            return None
-        return Encoding(self.download_encoding, self.chunk, self.keep_ratio, self.step)
+        return Sharing(tuple(self.shared), tuple(self.private), not (self.training.grouped or self.send_frozen))

@@ -55,7 +55,7 @@ def _tables(job: Job) -> dict[str, Any]:
     Of the tables for a mode, only that of the job's own mode.
     """
     tables = {key: table for key, table in job if isinstance(table, BaseModel) and key in _ON_WIRE}
-    if job.grouped:
+    if job.training.grouped:
         tables[job.mode] = job.training
     return {key: table.model_dump_json() for key, table in tables.items()}
 
@@ -63,7 +63,8 @@ def _tables(job: Job) -> dict[str, Any]:
 def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.TrainCmd:
     """Return a round's command, without its model and its deadline."""
     # A group sends its result only once, so it need not be made smaller.
-    encoding = Encoding("fp32") if job.grouped else job.upload_encoding
+    whole = job.training.grouped
+    encoding = Encoding("fp32") if whole else Encoding(job.encoding, job.chunk, job.keep_ratio, job.step)
     return pb.TrainCmd(
         round=number,
         job_round=job_round,

@@ -134,7 +134,7 @@ class Downloads:
             DamagedModel: if its file is damaged.
             StorageFailed: if the disk failed.
         """
-        if job.delta_encoding or job.training.staged or row.bytes > SMALL_BYTES:
+        if job.download_encoding != "full" or job.training.staged or row.bytes > SMALL_BYTES:
             return None  # The workers of a pipeline fetch their stages only.
         with self.open(pb.FetchModelRequest(version=row.version)) as download:
             model = pb.SmallModel(header=download.header, payload=download.read(0, download.header.total_bytes))

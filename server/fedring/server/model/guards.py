@@ -83,6 +83,6 @@ def guard(
         median_norm=median,
         clipped=tuple(clipped),
         capped=()
-        if job.weights == "uniform" or job.grouped or not (by_mean or job.aggregation.own)
+        if job.weights == "uniform" or job.training.grouped or not (by_mean or job.aggregation.own)
         else tuple(sorted(row.client_id for row in updates if row.num_samples > job.max_samples)),
     )

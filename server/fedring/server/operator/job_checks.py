@@ -170,7 +170,7 @@ class JobChecks:
             key = job.mode if job.training.workers else "min_clients"
             raise ConfigError(f"{key}: the job needs {clients} clients, but this server takes max_clients={most}")
         limit = self._config.max_update_bytes
-        encoding = "fp32" if job.grouped else job.encoding
+        encoding = "fp32" if job.training.grouped else job.encoding
         least = schema.num_parameters * _VALUE_BYTES.get(encoding, 0) + 8 * schema.num_buffers
         if 0 < limit < (size := transforms.update_bytes(least)):
             raise ConfigError(

@@ -55,7 +55,7 @@ async def _try(facts: Facts, rounds: Rounds) -> None:
     """
     model, jobs = rounds.latest, [open_.job for open_ in rounds]
     # A delta comes with what it left out; an optimizer may keep two values for each of the model's, a transform one.
-    delta = bool((model and model.residual_blob) or any(job.delta_encoding for job in jobs))
+    delta = bool((model and model.residual_blob) or any(job.download_encoding != "full" for job in jobs))
     optimizer = bool((model and model.optimizer_blob) or any(job.server_optimizer for job in jobs))
     named = max((len(job.transforms) for job in jobs), default=0)
     size = (1 + 2 * delta + 2 * optimizer + named) * model.bytes if model else 0

@@ -175,7 +175,7 @@ class OpenRound:
     @property
     def alone(self) -> bool:
         """Whether its clients take part in no other round meanwhile."""
-        return self.job.grouped or self.kind.alone
+        return self.job.training.grouped or self.kind.alone
 
     def asks(self, client: str) -> bool:
         """Return whether the client was asked to train or to evaluate."""

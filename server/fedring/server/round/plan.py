@@ -15,7 +15,7 @@ def rules_of(job: Job, *, grace: float) -> RoundRules:
         job: the job. If its clients train as a group, one worker delivers for all.
         grace: seconds that a lost client has to come back.
     """
-    alone = job.grouped
+    alone = job.training.grouped
     fixed = job.training.workers
     return RoundRules(
         labels=job.clients,

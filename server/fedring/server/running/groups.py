@@ -33,7 +33,7 @@ class Groups:
 
     def gather(self, open_: OpenRound, *, resumed: bool = False) -> None:
         """Let the workers of a round gather, if it needs a group."""
-        if not open_.job.grouped:
+        if not open_.job.training.grouped:
             return
         row = open_.row
         # Generations are numbered through all rounds: a worker of an older group is never taken for one of this.

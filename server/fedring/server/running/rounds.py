@@ -235,7 +235,7 @@ class Rounds:
         Its `settling` must be held.
         """
         # One worker delivers for its whole group.
-        count = len(rows) * (len(open_.row.selected) if open_.job.grouped else 1)
+        count = len(rows) * (len(open_.row.selected) if open_.job.training.grouped else 1)
         self.turns.serve(open_.row.job_id, count)
         open_.accepted.update((row.client_id, row) for row in rows)
         open_.in_memory.update(row.client_id for row in rows if row.payload)

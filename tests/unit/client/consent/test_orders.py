@@ -181,7 +181,7 @@ def test_no_field_of_a_command_can_be_changed(pki: Pki, tmp_path: Path, kind: st
                 passed.add(prefix + field.name)
             except BadOrder:
                 pass
-    assert passed == LEFT_TO_THE_SERVER.keys() - ({"job.frozen_digest"} if job.grouped else set())
+    assert passed == LEFT_TO_THE_SERVER.keys() - ({"job.frozen_digest"} if job.training.grouped else set())
 
 
 @pytest.mark.parametrize(

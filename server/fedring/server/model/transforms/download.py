@@ -26,7 +26,9 @@ class EncodedDownload(Feature):
     @classmethod
     def of(cls, job: Job) -> Self | None:
         """See Feature.of."""
-        return cls(job.delta_encoding) if job.delta_encoding else None
+        if job.download_encoding == "full":
+            return None
+        return cls(Encoding(job.download_encoding, job.chunk, job.keep_ratio, job.step))
 
     def close(self, closed: ClosedRound, rule: Rule | None) -> Step:
         """See Transform.close."""
