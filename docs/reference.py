@@ -20,7 +20,6 @@ from fedring.train.jobs.aggregation_table import Aggregation
 from fedring.train.jobs.asynchronous_table import Asynchronous
 from fedring.train.jobs.bounds_table import Bounds
 from fedring.train.jobs.data_parallel_table import DataParallel
-from fedring.train.jobs.hooks import DGCParameters, Int8Parameters, PowerSGDParameters, TopKParameters
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.job_keys import NamedTransform, ServerOptimizer
 from fedring.train.jobs.override_table import Override
@@ -30,6 +29,7 @@ from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.train.jobs.round_settings import SettingSchedule
 from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.jobs.secure_table import SecureAggregation
+from fedring.train.names.hooks import DGCParameters, Int8Parameters, PowerSGDParameters, TopKParameters
 
 TARGET = Path(__file__).with_name("configuration.md")
 

@@ -16,7 +16,7 @@ from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, print_table, size
 from fedring.daemon.wording import counted
 from fedring.train.jobs.data_parallel_table import HOOKS
-from fedring.train.jobs.hooks import split_hooks
+from fedring.train.names.hooks import split_hooks
 from tests.bench.lab.command import Command
 from tests.bench.lab.lines import RateOption, SeedsOption, lines
 from tests.bench.lab.networks import line_of

@@ -20,7 +20,7 @@ from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_table, size
 from fedring.daemon.exits import Exit
 from fedring.daemon.wording import counted
-from fedring.train.jobs.hooks import choose_hook, split_hooks
+from fedring.train.names.hooks import choose_hook, split_hooks
 from tests.bench.lab.command import Command
 from tests.bench.lab.networks import UNSHAPED, check_rate, network
 from tests.bench.lab.parts import Part, QuickOption, describe_run, run_parts

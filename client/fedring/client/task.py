@@ -17,11 +17,11 @@ from fedring.client.policy.secret import ClientSecret
 from fedring.client.protection import CannotProtect, Protection
 from fedring.client.round_end import RoundEnd
 from fedring.client.round_plan import plan_of
-from fedring.client.sample_charge import SampleCharge
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.own_values import PERSONAL, line_of, values_in
 from fedring.client.transfer.residual import RESIDUAL
+from fedring.client.transfer.sample_charge import SampleCharge
 from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import TrainingReport
 from fedring.codec import CodecError

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedring.codec.precision import Precision
-from fedring.train.jobs.hooks import choose_hook
+from fedring.train.names.hooks import choose_hook
 
 ClipNorm = Literal["tensor", "global"]
 

@@ -25,12 +25,12 @@ from fedring.client.policy.privacy import SitePolicy
 from fedring.client.policy.promises import is_covered
 from fedring.client.policy.secret import ClientSecret
 from fedring.client.round_plan import plan_of, seed_of, unseeded_plan
-from fedring.client.sample_charge import cost_of
 from fedring.client.training.job_loading import load_job
 from fedring.client.training.local_training import LoadedJob, LocalTraining, loop_of
 from fedring.client.training.personal import figures_of
 from fedring.client.transfer.own_values import PERSONAL, line_of, section_of, values_in
 from fedring.client.transfer.residual import residual_in
+from fedring.client.transfer.sample_charge import cost_of
 from fedring.client.transfer.update import TrainingReport, Update
 from fedring.client.transforms.chosen import begin_transforms
 from fedring.client.transforms.interface import RoundStart

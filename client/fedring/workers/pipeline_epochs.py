@@ -39,9 +39,9 @@ from fedring.schedules.simulation import check
 from fedring.train.batches import by_name, diverged, fetch, size_of
 from fedring.train.errors import TrainError
 from fedring.train.evaluation import Counts
-from fedring.train.jobs.hooks import choose_hook
 from fedring.train.jobs.pipeline_table import CREDITS, Pipeline
 from fedring.train.loop import Loss, OptimizerFactory, seeded
+from fedring.train.names.hooks import choose_hook
 from fedring.train.names.offered import Offered
 from fedring.train.plan import Plan
 from fedring.train.tally import Tally

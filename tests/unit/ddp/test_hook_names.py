@@ -13,8 +13,8 @@ from fedring.compress.correction import Feedback
 from fedring.ddp import DGC, DGCState
 from fedring.ddp.hooks import Int8State, PowerSGDState, TopKState, by_name, hook_by_name
 from fedring.ddp.hooks.plain import PlainState
-from fedring.train.jobs import hooks
-from fedring.train.jobs.hooks import PARAMETERS, choose_hook, split_hooks
+from fedring.train.names import hooks
+from fedring.train.names.hooks import PARAMETERS, choose_hook, split_hooks
 
 STATES: dict[str, Callable[..., Any]] = {
     "int8": Int8State,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
@@ -28,6 +29,8 @@ SOURCE_ROOTS = [ROOT / name for name in ("server", "client", "common", "protos")
 SOURCES = [path for root in SOURCE_ROOTS for path in sorted(root.rglob("*.py")) if "_pb2" not in path.name]
 PROTOS = sorted((ROOT / "protos").rglob("*.proto"))
 MAX_MESSAGE = 2 << 20
+MOST_FUNCTIONS, MOST_MODULES = 20, 18
+KNOWN_BY_USERS = {"RingProcessGroup", "HookState", "Control"}
 MAX_LINES = 600  # 300 are usual, and one thought a file is the rule
 
 FORBIDDEN = {
@@ -72,6 +75,24 @@ def test_no_module_is_imported_that_a_later_python_lacks() -> None:
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 found.add((str(path), str(node.module).partition(".")[0]))
     assert {(path, name) for path, name in found if name in GONE} == set()
+
+
+def test_no_class_has_more_than_twenty_functions() -> None:
+    """Those whose names users know, or torch's, may have more."""
+    classes = [
+        node
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    large = {each.name for each in classes if sum(isinstance(part, kinds) for part in each.body) > MOST_FUNCTIONS}
+    assert large == KNOWN_BY_USERS
+
+
+def test_no_room_has_more_than_eighteen_modules() -> None:
+    rooms = Counter(path.parent for path in SOURCES if not path.name.startswith("__"))
+    assert {room: count for room, count in rooms.items() if count > MOST_MODULES} == {}
 
 
 def test_no_source_root_has_an_init_file_in_the_shared_namespace() -> None:

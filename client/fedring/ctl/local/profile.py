@@ -20,7 +20,7 @@ from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_table, size
 from fedring.daemon.exits import Exit
 from fedring.train.jobs.data_parallel_table import HOOKS
-from fedring.train.jobs.hooks import choose_hook, split_hooks
+from fedring.train.names.hooks import choose_hook, split_hooks
 
 _ENOUGH = 0.10  # the share of a step below which communication is not the bottleneck
 _TURNS = 5

@@ -3,7 +3,7 @@
 They are torch's, under torch's names, and others.
 
 Here live the hooks, each with its state, and the list by name (`by_name`). A new hook enters with a state that is a
-`fedring.ddp.state.HookState`, and with its name and parameters in `fedring.train.jobs.hooks`. Mathematics of tensors
+`fedring.ddp.state.HookState`, and with its name and parameters in `fedring.train.names.hooks`. Mathematics of tensors
 does not belong here but into `fedring.compress`, nor does anything of jobs or of one backend. So they are used::
 
     state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10,

@@ -2,7 +2,7 @@
 
 Jobs, `flctl profile`, benchmarks and scripts use it.
 
-`fedring.train.jobs.hooks` has the names, the parameters and their defaults; this module makes the hooks.
+`fedring.train.names.hooks` has the names, the parameters and their defaults; this module makes the hooks.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ from fedring.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from fedring.ddp.hooks.powersgd_state import PowerSGDState
 from fedring.ddp.hooks.topk import TopKState, topk_hook
 from fedring.ddp.state import HookState
-from fedring.train.jobs.hooks import HookChoice, choose_hook
+from fedring.train.names.hooks import HookChoice, choose_hook
 
 NamedParameters = Iterable[tuple[str, Tensor]]
 

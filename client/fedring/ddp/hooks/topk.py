@@ -21,7 +21,7 @@ from fedring.ddp.gradients import Gradients
 from fedring.ddp.hooks.corrected import CorrectedState
 from fedring.ddp.parts import add_entries
 from fedring.ddp.turns import Collective, Steps
-from fedring.train.jobs.hooks import choose_hook
+from fedring.train.names.hooks import choose_hook
 
 _SELECTION = DGC()  # how a threshold is found
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from fedring.train.bounds import MAX_COUNT, Count, NonNegative, Positive, PositiveCount, Text
-from fedring.train.jobs.hooks import PARAMETERS, WRAPPERS, HookChoice, choose_hook, name_of
 from fedring.train.jobs.job_table import JobView, TrainingMode
+from fedring.train.names.hooks import PARAMETERS, WRAPPERS, HookChoice, choose_hook, name_of
 
 HOOKS = tuple(name for name in PARAMETERS if name != "noop")
 """The hooks that a job can name: those that leave all workers with equal parameters."""

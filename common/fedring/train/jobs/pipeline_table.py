@@ -12,8 +12,8 @@ from pydantic import AfterValidator, Field, model_validator
 from fedring.schedules.schedule import Schedule, Versions, default_interval, make, pipedream
 from fedring.schedules.simulation import check
 from fedring.train.bounds import Count, Positive, PositiveCount, Text
-from fedring.train.jobs.hooks import PARAMETERS, choose_hook, name_of
 from fedring.train.jobs.job_table import JobView, TrainingMode
+from fedring.train.names.hooks import PARAMETERS, choose_hook, name_of
 
 CREDITS = 4
 """How many messages of one kind a stage may send before the receiver has taken the first of them."""

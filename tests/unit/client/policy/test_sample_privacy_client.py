@@ -20,8 +20,8 @@ from fedring.client.consent.audit import FOLDER
 from fedring.client.errors import UpdateRefused
 from fedring.client.policy.ledger import Ledger
 from fedring.client.policy.privacy import SitePolicy, may_count, refusal
-from fedring.client.sample_charge import overspent
 from fedring.client.transfer.own_values import line_of
+from fedring.client.transfer.sample_charge import overspent
 from fedring.daemon.chain import read_chain
 from fedring.daemon.config import ConfigError
 from fedring.data import Samples, Split, digits
