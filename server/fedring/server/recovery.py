@@ -133,7 +133,6 @@ async def reload(parts: Parts, *, end_orphans: bool = True) -> Collection[int]:
         await parts.privacy.forget(interrupted)
     # A round that is open comes last: clients have commands of it, too, and it is not one that has ended.
     rounds.interrupted.set([*await _commanded(facts), *interrupted])
-    rounds.turns.share()
     return rounds.interrupted.rows.keys()
 
 

@@ -3,7 +3,6 @@
 Each worker trains the whole model on its share of each batch.
 """
 
-import hashlib
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.utils.data import Dataset
 from fedring.client.config import ClientConfig
 from fedring.client.group.checkpoints import JobCheckpoints, job_name
 from fedring.client.group.hooks import JobHook, make_hook
-from fedring.client.group.job_folders import begin_job, end_job
+from fedring.client.group.job_folders import begin_job, end_job, name_of
 from fedring.client.group.round import job_key, parse_table, peer_options, plan_of, take_part
 from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task
@@ -135,7 +134,7 @@ class DataParallelTrainer:
 
     def _folder_of(self, task: Task) -> Path:
         """Return the folder of a job's checkpoints."""
-        return self._folder / hashlib.sha256(job_name(job_key(task)).encode()).hexdigest()[:32]
+        return self._folder / name_of(*job_key(task))
 
     def _warn_of_loss(self) -> None:
         """Warn if a job that may go on loses its state.

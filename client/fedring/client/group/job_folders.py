@@ -4,6 +4,7 @@ Jobs that need the same workers take turns, round by round. What a worker keeps 
 of the others. Nobody tells a worker that a job has been stopped, so that only a few jobs have a folder.
 """
 
+import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,11 @@ MOST_JOBS = 4
 """How many jobs have a folder."""
 
 _OVER = "over"  # a file in the folder of a job that has trained its last round
+
+
+def name_of(*facts: object) -> str:
+    """Return the name of the folder of a job with these facts."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
 def begin_job(root: Path, job: str, *, adopt: str = "") -> Path:

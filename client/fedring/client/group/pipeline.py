@@ -4,7 +4,6 @@ Each worker trains some stages of the model, and holds nothing of the others.
 """
 
 import gc
-import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
-from fedring.client.group.job_folders import begin_job, end_job
+from fedring.client.group.job_folders import begin_job, end_job, name_of
 from fedring.client.group.round import job_key, parse_table, peer_options, plan_of, take_part
 from fedring.client.group.whole_model import WholeModel
 from fedring.client.pipeline_metrics import KINDS, PipelineMetrics
@@ -176,7 +175,7 @@ class PipelineTrainer:
 
     def _name_of(self, task: Task, model: nn.Module) -> str:
         """Return the name of the folder of a job's checkpoints."""
-        return hashlib.sha256(repr((*job_key(task), schema_of(model).hash)).encode()).hexdigest()[:32]
+        return name_of(*job_key(task), schema_of(model).hash)
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,7 @@ Their clients still work on a command, or they wait to be resumed.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from fedring.rpc.errors import Unavailable
 from fedring.server.round.events import Presence
@@ -59,12 +59,16 @@ class Carried:
 class Interrupted:
     """The rounds that a restart interrupted, and that wait to be resumed.
 
+    Args:
+        changed: is called when there are others.
+
     Attributes:
         rows: theirs, by their numbers.
         all_resumed: set while there are none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
         self.rows: Mapping[int, RoundRow] = {}
         self.all_resumed = asyncio.Event()
         self.all_resumed.set()
@@ -77,6 +81,7 @@ class Interrupted:
             self.all_resumed.set()
         else:
             self.all_resumed.clear()
+        self._changed()
 
     def drop(self, job_id: int) -> None:
         """Forget the rounds of a job."""

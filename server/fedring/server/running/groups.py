@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
@@ -16,6 +16,7 @@ class Groups:
     """The groups of workers of the open rounds.
 
     Args:
+        rounds: the open ones, by their numbers.
         journal: is told what happens to them.
         slowest: returns how long a client may take to come back, in seconds.
 
@@ -24,11 +25,10 @@ class Groups:
         newest: the group that was made last, which outlives its round; None if there was none.
     """
 
-    def __init__(self, journal: RoundJournal, slowest: Callable[[], float]) -> None:
+    def __init__(self, rounds: Mapping[int, OpenRound], journal: RoundJournal, slowest: Callable[[], float]) -> None:
         self.moved = asyncio.Event()
         self.newest: Rendezvous | None = None
-        self._journal, self._slowest = journal, slowest
-        self._groups: dict[int, Rendezvous] = {}  # by the numbers of their rounds
+        self._rounds, self._journal, self._slowest = rounds, journal, slowest
         self._generation = 0  # the newest of the groups of rounds that have ended
 
     def gather(self, open_: OpenRound, *, resumed: bool = False) -> None:
@@ -37,8 +37,8 @@ class Groups:
             return
         row = open_.row
         # Generations are numbered through all rounds: a worker of an older group is never taken for one of this.
-        older = max([self._generation, *(group.generation for group in self._groups.values())])
-        self.newest = self._groups[row.round] = open_.group = Rendezvous(
+        older = max([self._generation, *(group.generation for group in self._all)])
+        self.newest = open_.group = Rendezvous(
             row.round,
             group_rules(open_.job, target=len(row.selected)),
             row.selected,
@@ -70,8 +70,12 @@ class Groups:
             self.handle(open_, gr.Expected(rd.pending(open_.state, time.monotonic())))
 
     def end(self, open_: OpenRound) -> None:
-        """Forget the group of a round that has ended."""
-        if (group := self._groups.pop(open_.row.round, None)) is not None:
-            self._generation = max(self._generation, group.generation)
-        if self._groups:  # one may have waited for a client of that round
+        """Note the group of a round that is not open any more."""
+        if open_.group is not None:
+            self._generation = max(self._generation, open_.group.generation)
+        if self._all:  # one may have waited for a client of that round
             self.moved.set()
+
+    @property
+    def _all(self) -> list[Rendezvous]:
+        return [open_.group for open_ in self._rounds.values() if open_.group is not None]

@@ -61,10 +61,11 @@ class Rounds:
         self.last: RoundRow | None = None
         self.latest: ModelRow | None = None
         self.published_at: dict[int, float] = {}
-        self.interrupted, self.carried, self.journal = Interrupted(), Carried(), RoundJournal(journal)
-        self.groups = Groups(self.journal, slowest=lambda: sessions.returns.slowest)
         self._here = RoundState()  # the clients that are here, without a round
         self._open: dict[int, OpenRound] = {}
+        self.carried, self.journal = Carried(), RoundJournal(journal)
+        self.interrupted = Interrupted(changed=lambda: self.turns.share())
+        self.groups = Groups(self._open, self.journal, slowest=lambda: sessions.returns.slowest)
         self.turns = Turns(self._open, self.carried, self.interrupted, here=lambda: self._here, handle=self.handle)
         self._run_id, self._sessions, self._metrics = run_id, sessions, metrics
         metrics.follow(lambda: self._here, lambda: [open_.state for open_ in self])
@@ -163,7 +164,6 @@ class Rounds:
             for session in filter(None, map(self._sessions.get, told.outstanding)):
                 session.end(pb.RoundEnded(round=told.row.round, reason="job_ended"))
         self.interrupted.drop(job_id)
-        self.turns.share()
 
     def begin(self, open_: OpenRound, event: Event) -> None:
         """Take up a round that is opened or resumed by the event."""
@@ -175,7 +175,6 @@ class Rounds:
         self._open[open_.row.round] = open_
         self.handle(open_, event)
         self.interrupted.drop(open_.row.job_id)
-        self.turns.share()
 
     def end(self, open_: OpenRound) -> None:
         """Forget a round that has ended."""

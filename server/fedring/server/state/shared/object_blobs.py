@@ -211,6 +211,12 @@ def copy_aside(store: ObjectStore, digest: str, keys: Collection[str]) -> str:
     return ""
 
 
+def move_aside(store: ObjectStore, digest: str, keys: Collection[str]) -> None:
+    """Move a blob below unnamed/."""
+    copy_aside(store, digest, keys)
+    delete_objects(store, keys)
+
+
 def delete_objects(store: ObjectStore, keys: Collection[str]) -> None:
     """Delete objects.
 
@@ -243,8 +249,7 @@ def put_aside_unfinished(store: ObjectStore, named: Callable[[], Collection[str]
     with as_storage_errors():
         for digest, keys in list_blobs(store).items():
             if digest not in kept and {term_of(key) for key in keys} <= terms:
-                copy_aside(store, digest, keys)
-                delete_objects(store, keys)
+                move_aside(store, digest, keys)
         delete_objects(store, [PLACING])
 
 

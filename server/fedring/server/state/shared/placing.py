@@ -30,9 +30,9 @@ from fedring.server.state.shared.object_blobs import (
     NO_STATE,
     PLACING,
     as_storage_errors,
-    copy_aside,
     delete_objects,
     list_blobs,
+    move_aside,
     newest_key,
     open_objects,
     placing_terms,
@@ -140,8 +140,7 @@ class SharedPlace:
         for digest, keys in list_blobs(self.objects).items():
             if digest not in named and term_of(newest_key(keys)) <= self._session.term:
                 with as_storage_errors():
-                    copy_aside(self.objects, digest, keys)
-                    delete_objects(self.objects, keys)
+                    move_aside(self.objects, digest, keys)
 
     def discard(self) -> None:
         """Delete the objects that were written, and note the former ids.
