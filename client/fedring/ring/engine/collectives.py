@@ -91,7 +91,7 @@ def allgather(rank: int, size: int, outputs: Sequence[memoryview]) -> Program:
         for source in _others(rank, size):
             outputs[source][:] = yield Receive(source, len(outputs[source]))
         return
-    yield from _send((rank + 1) % size, outputs[rank], tag=0)
+    yield from _send((rank + 1) % size, outputs[rank])
     for step in range(size - 1):
         into = outputs[(rank - step - 1) % size]
         for part, begin, end in parts(len(into), 1):
@@ -224,8 +224,7 @@ def send(to: int, data: memoryview, *, told: bool = False) -> Program:
     """
     if not data:
         yield Send(to, data)
-    for part, begin, end in parts(len(data), 1):
-        yield Send(to, data[begin:end], 0, part, len(data) if told and part == 0 else 0)
+    yield from _send(to, data, len(data) if told else 0)
 
 
 def receive(source: int, data: memoryview) -> Program:
@@ -330,9 +329,9 @@ def _send_values(to: int, values: memoryview, reduction: Reduction, *, tag: int)
         yield Send(to, reduction.outgoing(values[begin * width : end * width]), tag, part)
 
 
-def _send(to: int, data: memoryview, *, tag: int) -> Program:
+def _send(to: int, data: memoryview, total: int = 0) -> Program:
     for part, begin, end in parts(len(data), 1):
-        yield Send(to, data[begin:end], tag, part)
+        yield Send(to, data[begin:end], 0, part, 0 if part else total)
 
 
 def _send_message(to: int, message: memoryview, *, tag: int) -> Program:
