@@ -97,6 +97,11 @@ class Rendezvous:
         return self.state.phase is not gr.GroupPhase.ENDED
 
     @property
+    def failure(self) -> str:
+        """The reason of a group that has failed, or nothing."""
+        return "" if self.active else self.state.reason
+
+    @property
     def must_be_whole(self) -> bool:
         """Whether the group cannot go on with fewer workers."""
         return self.state.rules.whole

@@ -19,9 +19,8 @@ async def look_after_groups(rounds: Rounds, sessions: Sessions, facts: Facts) ->
     while True:
         rounds.groups.moved.clear()
         for open_ in rounds:
-            state = open_.group.state if open_.group is not None else None
-            if state is not None and state.phase is gr.GroupPhase.ENDED and state.reason:
-                await abandon(rounds, open_, state.reason)
+            if open_.group is not None and open_.group.failure:
+                await abandon(rounds, open_, open_.group.failure)
             for client in replacements(open_, rounds, sessions):
                 await facts.keep(enlist, rounds, Dispatch(sessions), facts, open_, client)
         waits = (open_.group.wait_seconds for open_ in rounds if open_.group is not None)

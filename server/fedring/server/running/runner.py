@@ -132,7 +132,9 @@ class RoundRunner:
                     rounds.handle(open_, Closed())
                 case Abandon(reason, why):
                     open_.failures[:0] = [why] if why else []
-                    rounds.handle(open_, Abandoned(reason))
+                    # If all workers fail at once, too few are left before anybody has looked at their group.
+                    failure = open_.group.failure if open_.group is not None else ""
+                    rounds.handle(open_, Abandoned(failure or reason))
         if isinstance(effect, Start) and open_.started:
             await self._facts.keep(self._keeper.prune_now_and_then)  # while the clients train: nobody waits for it
         elif isinstance(effect, Aggregate):

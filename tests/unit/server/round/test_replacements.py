@@ -58,3 +58,21 @@ async def test_a_newcomer_that_refuses_the_place_of_a_lost_worker_does_not_end_t
             open_.group.state = gr.GroupState(rules, frozenset({"a"}), has_run=not ends)
             host.parts.reports.failed(name, pb.Failure(round=open_.row.round, reason="not_approved", detail="x"))
             assert open_.group.active != ends
+
+
+async def test_a_round_whose_workers_all_fail_at_once_ends_for_their_reason(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        for name in ("a", "b"):
+            host.join(name)
+        open_ = await started(host)
+        assert open_.group is not None
+        open_.group.state = gr.GroupState(gr.GroupRules(2, 2, 10.0, whole=True), frozenset({"a", "b"}))
+        failure = pb.Failure(round=open_.row.round, reason="other_samples", detail="1436 and 1437")
+        for name in ("a", "b"):  # before anything that waits can run
+            host.parts.reports.failed(name, failure)
+        async with asyncio.timeout(60):
+            async for event in each_event(host.journal, 1):
+                if event.kind == "round_abandoned":
+                    break
+        row = host.facts.store.rounds.newest(1)[0]
+        assert row.reason == "other_samples"
