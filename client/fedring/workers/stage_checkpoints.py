@@ -141,39 +141,50 @@ class StageCheckpoints:
 
     @property
     def steps(self) -> int:
-        """The step of the newest complete checkpoint; 0 = there is none.
+        """The step of the newest checkpoint known to be complete everywhere.
 
-        It is known to be complete on all workers.
-
-        While there are files of two steps, it is not known whether the newer one is complete.
+        It is 0 if there is none. Files alone do not tell: this worker may have written the first ones before another
+        was lost.
         """
-        return min((checkpoint.step for checkpoint, _ in self.held()), default=0)
+        noted = self._noted("complete")
+        return max((one.step for one, _ in self.held() if _name(one) == noted), default=0)
 
     def keep(self, checkpoint: Checkpoint | None, stages: Collection[int]) -> None:
-        """Keep only these stages of a checkpoint; None = no file.
+        """Keep only these stages of a complete checkpoint; None = no file.
 
         All other files are deleted.
         """
+        if checkpoint is not None:
+            self._note("complete", _name(checkpoint))
         for one in self.held():
             if one[0] != checkpoint or one[1] not in stages:
                 self.path(*one).unlink(missing_ok=True)
 
     def note_result(self, checkpoint: Checkpoint, digest: str) -> None:
-        """Note the digest of a checkpoint's published model.
-
-        The note need not survive a power loss.
-        """
-        (self._folder / "result").write_text(f"{checkpoint.step} {checkpoint.group} {digest}")
+        """Note the digest of a checkpoint's published model."""
+        self._note("result", f"{_name(checkpoint)} {digest}")
 
     def is_result(self, checkpoint: Checkpoint, digest: str) -> bool:
         """Return whether a checkpoint's model has this digest.
 
         It is false if the digest is not known.
         """
+        return self._noted("result") == f"{_name(checkpoint)} {digest}"
+
+    def _note(self, subject: str, text: str) -> None:
+        """Write a note, unless the disk is full."""
+        with suppress(OSError):
+            (self._folder / subject).write_text(text)
+
+    def _noted(self, subject: str) -> str:
         try:
-            return (self._folder / "result").read_text() == f"{checkpoint.step} {checkpoint.group} {digest}"
+            return (self._folder / subject).read_text()
         except (OSError, UnicodeDecodeError):
-            return False
+            return ""
+
+
+def _name(checkpoint: Checkpoint) -> str:
+    return f"{checkpoint.step} {checkpoint.group}"
 
 
 def share_copies(folder: StageCheckpoints, layout: Layout, checkpoint: Checkpoint) -> None:

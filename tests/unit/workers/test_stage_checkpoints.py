@@ -75,10 +75,15 @@ def test_a_folder_knows_what_is_complete(tmp_path: Path) -> None:
     old, new = Checkpoint(10, 7), Checkpoint(20, 7)
     folder.path(new, 1).with_name("20.7.1.safetensors.part").touch()
     assert folder.held() == files
+    assert folder.steps == 0  # because another worker may have written nothing of these
+    folder.keep(old, {0, 1})
+    assert (folder.held(), folder.steps) == (held((10, 0), (10, 1)), 10)
+    write_tensors(folder.path(new, 0), {}, {})
     assert folder.steps == 10  # because 20 may be incomplete
     folder.note_result(new, "blake3-x")
     again = StageCheckpoints(tmp_path / "checkpoints", "job-a", max_file_bytes=1)
     assert not list((tmp_path / "checkpoints" / "job-a").glob("*.part"))
+    assert again.steps == 10
     known = [again.is_result(one, "blake3-x") for one in (new, old, Checkpoint(20, 8))]
     assert known == [True, False, False]
     again.keep(new, {0})
