@@ -72,8 +72,8 @@ def test_workers_that_keep_running_go_on_from_the_model_of_the_reverted_state(
             save_state(fleet, way, tmp_path / "copy")
         with Control(fleet.control) as control:
             events = control.follow_job(started.job_id)
-            for _ in range(2):
-                wait_for(fleet, "a round", lambda: next(each for each in events if each.kind == "round_published"))
+            while sum(each.phase == "published" for each in control.rounds(job_id=started.job_id)) < 4:
+                wait_for(fleet, "a round", lambda: next((e for e in events if e.kind == "round_published"), None))
         revert_state(fleet, way, tmp_path / "copy")
         with Control(fleet.control) as control:
             wait_for(fleet, "the end of the job", lambda: list(control.follow_job(started.job_id)))
