@@ -165,7 +165,8 @@ def test_a_process_that_is_killed_leaves_no_half_update_and_no_noise_that_is_not
 
 def test_the_process_ends_with_a_client_that_is_killed(fleet: FaultyFleet, control: Control) -> None:
     job = control.start_job({**JOB, "clients": {"kind": "plain"}, "trainer": "user_processes:hangs"}).job_id
-    wait_for(fleet, "the training", lambda: until(lambda: client(control).activity == 2))
+    # A client is training already while its process starts.
+    wait_for(fleet, "the training", lambda: until(lambda: client(control).activity == 2 and processes_of(fleet)))
     (child,) = processes_of(fleet)
     fleet.clients[0].kill()
     wait_for(fleet, "the end of the process", lambda: until(lambda: not lives(child)))
