@@ -43,8 +43,11 @@ def run(*command: str | Path, cwd: Path = ROOT, ok: bool = True) -> subprocess.C
 
 
 def debian(folder: Path, *packages: str) -> Path:
-    """Make a small Debian with these packages in a folder; return the folder."""
-    run("debootstrap", "--variant=minbase", f"--include={','.join(packages)}", SUITE, folder)
+    """Make a small Debian with these packages in a folder; return the folder.
+
+    Whatever becomes of debootstrap, nothing stays mounted there: the folder is deleted later.
+    """
+    run("unshare", "--mount", "debootstrap", "--variant=minbase", f"--include={','.join(packages)}", SUITE, folder)
     return folder
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.fault.counted_updates import State, check_models, check_updates
-from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, job_end
 from tests.fault.killable_clients import SIZE, KillableClients
 from tests.fault.random_kills import KEEP_ALL
 from tests.fault.update_log import UpdateLog
@@ -39,7 +39,7 @@ class CountedJob:
         """Wait for its end, and stop the clients."""
         clients.allow_rounds(self.rounds)
         with Control(fleet.control) as control:
-            wait_for(fleet, "the end of the job", lambda: list(control.follow_job(self._id)))
+            job_end(fleet, control, self._id)
             job = control.job(self._id)
         clients.stop()
         assert (job.state, job.rounds_done, job.reason) == ("completed", self.rounds, "")

@@ -70,7 +70,35 @@ class StartedJob:
 
     def rest(self) -> list[pb.Event]:
         """Wait for the job's end, and return all events until then."""
-        return wait_for(self._fleet, "the job's end", lambda: list(self._events))
+        return until_end(self._fleet, self._events)
+
+
+def until_end(fleet: shipped.Fleet, events: Iterator[pb.Event]) -> list[pb.Event]:
+    """Return a job's events up to its end; each round may take SECONDS."""
+    seen: list[pb.Event] = []
+
+    def round_ends() -> bool:
+        for event in events:
+            seen.append(event)
+            if event.kind in ("round_published", "round_abandoned"):
+                return True
+        return False
+
+    while wait_for(fleet, "the end of a round, or of the job", round_ends):
+        pass
+    return seen
+
+
+def job_end(fleet: shipped.Fleet, control: Control, job_id: int, events: Events | None = None) -> list[pb.Event]:
+    """Wait for a job's end, and return its events until then; each round may take SECONDS.
+
+    Args:
+        fleet: see `wait_for`.
+        control: of its server.
+        job_id: the job.
+        events: see `Control.follow_job`.
+    """
+    return until_end(fleet, control.follow_job(job_id, events))
 
 
 def _fail(fleet: shipped.Fleet, what: str) -> NoReturn:

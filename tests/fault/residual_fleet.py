@@ -9,7 +9,7 @@ from fedring.server.state.backup.restore import restore
 from fedring.v1 import control_pb2 as pb
 from tests.conftest import path_to
 from tests.damage import ask
-from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, job_end, wait_for
 from tests.fault.gate import Gate
 from tests.fault.residuals import (
     KEEP,
@@ -64,7 +64,7 @@ class ResidualFleet(FaultyFleet):
     def finish_job(self, job_id: int) -> list[pb.Round]:
         """Wait until the job has completed; return its rounds, oldest first."""
         with Control(self.control) as control:
-            wait_for(self, "the end of the job", lambda: list(control.follow_job(job_id)))
+            job_end(self, control, job_id)
             job = control.job(job_id)
             assert (job.state, job.reason) == ("completed", "")
             return control.rounds(job_id=job_id)[::-1]

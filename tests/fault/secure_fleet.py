@@ -7,7 +7,7 @@ from typing import Any
 
 from fedring.ctl.process import Process
 from tests.conftest import path_to
-from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, job_end, wait_for
 from tests.fleets import Control, give_secrets, until_watching
 from tests.system.wire import vector_job
 from tests.waiting import until
@@ -82,7 +82,7 @@ class SecureFleet(FaultyFleet):
         with ThreadPoolExecutor(max(1, len(killed))) as pool:
             list(pool.map(lambda item: self._bring_back(*item), killed.items()))
         with Control(self.control) as control:
-            wait_for(self, "the end of the job", lambda: list(control.follow_job(job_id)))
+            job_end(self, control, job_id)
             (round_,) = control.rounds(job_id=job_id)
             return round_.reason, round_.delivered
 

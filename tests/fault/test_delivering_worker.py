@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import path_to
-from tests.fault.faulty_fleet import FaultyFleet, StartedJob, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, StartedJob, job_end, wait_for
 from tests.fault.residual_fleet import KEPT, WAYS, revert_state, save_state, start_client
 from tests.fleets import Control, until_watching
 
@@ -50,7 +50,7 @@ def test_another_worker_delivers_the_update_of_a_pipeline_if_the_first_one_is_ki
         keys = {"pipeline": {"stages": 3, "cut": ["4", "7"]}}
         events = control.events()
         job_id = control.start_job(job("pipeline", workers=3, rounds=1) | keys).job_id
-        seen = wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id, events)))
+        seen = job_end(fleet, control, job_id, events)
         assert fleet.clients[0].wait() == 137
         assert [e.text[:18] for e in seen if e.kind == "update_accepted"] == ["client-1 delivered"]
         assert "group_lost" not in {event.kind for event in seen}  # nothing was trained again
@@ -76,7 +76,7 @@ def test_workers_that_keep_running_go_on_from_the_model_of_the_reverted_state(
                 wait_for(fleet, "a round", lambda: next((e for e in events if e.kind == "round_published"), None))
         revert_state(fleet, way, tmp_path / "copy")
         with Control(fleet.control) as control:
-            wait_for(fleet, "the end of the job", lambda: list(control.follow_job(started.job_id)))
+            job_end(fleet, control, started.job_id)
             assert control.job(started.job_id).state == "completed"
             rounds = control.rounds(job_id=started.job_id)
             assert [each.phase for each in rounds] == ["published"] * 6

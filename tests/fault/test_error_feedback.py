@@ -12,7 +12,7 @@ from fedring.client.transfer.spool import Spool
 from fedring.daemon.crash import DELIVERING
 from fedring.v1 import federation_pb2 as fed
 from tests.damage import ask
-from tests.fault.faulty_fleet import SECONDS, wait_for
+from tests.fault.faulty_fleet import SECONDS, job_end, wait_for
 from tests.fault.residual_fleet import ResidualFleet, residual_job, start_client
 from tests.fault.residuals import (
     SMALL,
@@ -137,7 +137,7 @@ def spool_abandoned_update(fleet: OneClientFleet) -> bytes:
     job_id = fleet.crash("client_update_spooled")
     with Control(fleet.control) as control:
         control.stop_job(job_id)
-        wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
+        job_end(fleet, control, job_id)
     spooled = Spool(fleet.folder, "client-0").pending()
     assert spooled is not None
     spooled.leaves()
@@ -179,7 +179,7 @@ def test_a_client_keeps_its_spooled_update_while_a_frozen_server_does_not_answer
                 start_client(fleet, 0)
                 fleet.finish_job(job_id)
             else:  # the deadline of that round has passed; the client asks again in the next round
-                wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
+                job_end(fleet, control, job_id)
                 fleet.finish_job(fleet.start_round())
             fleet.wait_until_known()
         assert "dropped the spooled update of round 2, which is over" in client.log.read_text()

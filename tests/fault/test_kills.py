@@ -13,12 +13,12 @@ from fedring.codec.digest import is_called
 from tests.conftest import REPEATED, SEED
 from tests.damage import ask
 from tests.fault.counted_updates import FolderState, check_models, check_updates
-from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, job_end
 from tests.fault.killable_clients import SIZE, KillableClients
 from tests.fault.random_kills import KEEP_ALL, LONGEST, wait
 from tests.fault.update_log import UpdateLog
 from tests.fleets import Control
-from tests.system.wire import outcome, vector_job
+from tests.system.wire import vector_job
 
 FEW, MANY = 6, 16  # kills in `make test`, and in each repeat of `make soak`
 ROUNDS_EACH = 5  # rounds that clients may train before the next kill, so that each kill disturbs a round
@@ -39,7 +39,8 @@ def test_each_accepted_update_counts_once_however_often_the_server_is_killed(tmp
             disturb(fleet, clients, random.Random(f"{seed} {number}"))
         clients.allow_rounds(rounds)
         with Control(fleet.control) as control:
-            ended = wait_for(fleet, "the end of the job", lambda: outcome(control, job_id, control.follow_job(job_id)))
+            job_end(fleet, control, job_id)
+            ended = control.job(job_id)
         clients.stop()
         fleet.restart_server()
         fleet.server.kill()

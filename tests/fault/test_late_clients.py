@@ -15,7 +15,7 @@ from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as wire
 from tests import forks
 from tests.conftest import path_to
-from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, job_end, wait_for
 from tests.fault.gate import Gate
 from tests.fleets import Control, Fleet, run_job, until_watching
 from tests.system.wire import SIZE, WireClient, payload_of, vector_job
@@ -74,7 +74,7 @@ def test_a_client_that_trains_for_an_ended_round_is_not_ready(fleet: FaultyFleet
         assert "ready=1/2" in told.text
         assert "still at work for rounds that have ended: client-0" in told.text
         gate.let_through(fleet)
-        wait_for(fleet, "the end of the job", lambda: list(control.follow_job(waiting, events)))
+        job_end(fleet, control, waiting, events)
         assert control.job(waiting).state == "completed"
         (round_,) = control.rounds(job_id=waiting)
         assert (round_.selected, round_.delivered) == (2, 2)

@@ -10,12 +10,12 @@ import pytest
 
 from tests.conftest import SEED
 from tests.damage import ask
-from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, job_end, wait_for
 from tests.fault.killable_clients import SIZE, KillableClients
 from tests.fault.random_kills import KEEP_ALL, LONGEST, wait
 from tests.fault.update_log import UpdateLog
 from tests.fleets import Control
-from tests.system.wire import outcome, vector_job
+from tests.system.wire import vector_job
 
 NAMES = ("a", "b", "c")
 PLACE = "before_publish_commit"  # here a model is sealed that no row names yet
@@ -51,7 +51,8 @@ def test_one_noise_for_each_set_of_updates_however_often_the_server_is_killed(tm
             clients.server_is_up.set()
         clients.allow_rounds(2 * kills)
         with Control(fleet.control) as control:
-            ended = wait_for(fleet, "the end of the job", lambda: outcome(control, job_id, control.follow_job(job_id)))
+            job_end(fleet, control, job_id)
+            ended = control.job(job_id)
             assert control.privacy().rounds == 2 * kills
         clients.stop()
         fleet.restart_server()

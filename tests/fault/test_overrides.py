@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import path_to
-from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, job_end
 from tests.fault.gate import Gate
 from tests.fleets import Control, run_job, until_watching
 
@@ -56,7 +56,7 @@ def _run(fleet: FaultyFleet, gate: Gate) -> None:
     with Control(fleet.control) as control:
         events = control.events()
         fleet.clients[0].start()
-        wait_for(fleet, "the end of the job", lambda: list(control.follow_job(reply.job_id, events)))
+        job_end(fleet, control, reply.job_id, events)
         assert told(control, reply.job_id) == {"client-0": TWICE, "client-1": PLAIN}
         # The next round asks for its labels anew.
         assert told(control, run_job(control, JOB).job_id) == {"client-0": PLAIN, "client-1": PLAIN}

@@ -11,7 +11,7 @@ import pytest
 
 from fedring.daemon.crash import DELIVERING
 from tests.conftest import path_to
-from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, job_end, wait_for
 from tests.fault.residuals import has_spooled_update
 from tests.fleets import Control, until_watching
 from tests.kept import sections_in
@@ -84,7 +84,7 @@ class PersonalFleet(FaultyFleet):
             if place in BEFORE:
                 self.clients[0].start()
         with Control(self.control) as control:
-            wait_for(self, "the end of the job", lambda: list(control.follow_job(job_id)))
+            job_end(self, control, job_id)
             assert control.job(job_id).state == "completed"
             (round_,) = control.rounds(job_id=job_id)
             assert round_.delivered == 2

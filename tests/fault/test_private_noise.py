@@ -14,7 +14,7 @@ from fedring.control.calls import Events
 from fedring.ctl.fleet import Fleet
 from fedring.server.state.backup.create import back_up
 from fedring.server.state.backup.restore import restore
-from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, job_end, wait_for
 from tests.fleets import Control
 from tests.system.wire import Refused, WireClient, payload_of, vector_job
 
@@ -71,7 +71,7 @@ def test_a_server_that_is_killed_publishes_the_noise_that_it_had_drawn(
         drawn = blobs_of(fleet)  # with the model that was sealed before the kill
         back_up(state_of(fleet), tmp_path / "backup")
         fleet.start_server()
-        wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
+        job_end(fleet, control, job_id)
         assert control.job(job_id).state == "completed"
         assert blobs_of(fleet) <= drawn
         assert control.privacy().rounds == 1
@@ -110,7 +110,7 @@ def test_a_restored_server_publishes_no_second_noise_on_the_same_updates(fleet: 
         with WireClient(fleet.listen, "a") as a, WireClient(fleet.listen, "b") as b:
             for client in (a, b):
                 client.push(client.header(client.expect("train"), payload), payload)
-            wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
+            job_end(fleet, control, job_id)
         rounds = {round_.job_round: (round_.phase, round_.reason) for round_ in control.rounds(job_id=job_id)}
         assert rounds == {1: ("abandoned", "restored"), 2: ("published", "")}
         assert control.privacy().rounds == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPEATED, SEED
-from tests.fault.faulty_fleet import wait_for
+from tests.fault.faulty_fleet import job_end
 from tests.fault.residual_fleet import WAYS, ResidualFleet, revert_state, save_state
 from tests.fault.residuals import SMALL, check_rounds, notes_path, read_trainings
 from tests.fleets import Control
@@ -48,7 +48,7 @@ def test_models_and_residuals_are_right_whoever_is_killed_and_whatever_is_revert
         with Control(fleet.control) as control:
             until(lambda: control.status().HasField("job"))  # a server that has just started resumes the job soon
             control.stop_job(job_id)
-            wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
+            job_end(fleet, control, job_id)
         fleet.finish_job(fleet.start_job(rounds=1))  # so that the clients empty their spools
         for index in (0, 1):
             fleet.wait_until_known(index)

@@ -9,10 +9,10 @@ import pytest
 
 from tests.conftest import SEED, path_to
 from tests.damage import ask
-from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, job_end, wait_for
 from tests.fault.residual_fleet import WAYS, revert_state, save_state
 from tests.fleets import Control, until_watching
-from tests.system.wire import WireClient, outcome, parameters, vector_job
+from tests.system.wire import WireClient, parameters, vector_job
 
 TRUSTED = {"trusted": ["fedring", "user_trainers"]}
 SIZE = 50_000
@@ -45,7 +45,8 @@ def test_ten_reverts_within_a_job_lose_nothing_that_was_saved(tmp_path: Path, wa
             with Control(fleet.control) as control:
                 assert control.models(limit=1)[0].version >= newest
         with Control(fleet.control) as control:
-            ended = wait_for(fleet, "the end of the job", lambda: outcome(control, job_id, control.follow_job(job_id)))
+            job_end(fleet, control, job_id)
+            ended = control.job(job_id)
             assert (ended.state, ended.rounds_done) == ("completed", ROUNDS)
             assert all(round_.delivered == 2 for round_ in control.rounds(job_id=job_id, limit=ROUNDS))
         with WireClient(fleet.listen, "reader") as reader:

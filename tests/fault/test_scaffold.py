@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from fedring.daemon.crash import DELIVERING
 from tests.damage import ask
-from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, job_end, wait_for
 from tests.fault.residuals import has_spooled_update
 from tests.fleets import Control, until_watching
 from tests.kept import kept_file, kept_of
@@ -65,7 +65,7 @@ class CorrectedFleet(FaultyFleet):
             elif killed in BEFORE:
                 self.clients[0].start()
         with Control(self.control) as control:
-            wait_for(self, "the end of the job", lambda: list(control.follow_job(job_id)))
+            job_end(self, control, job_id)
             (round_,) = control.rounds(job_id=job_id)
             assert (control.job(job_id).state, round_.delivered) == ("completed", 2)
         if killed in AFTER:

@@ -13,7 +13,7 @@ from fedring.secure.keys import DIGEST_BYTES, SEALED_BYTES
 from fedring.secure.shamir import SHARE_BYTES
 from fedring.v1 import secure_pb2 as wire
 from tests.damage import ask
-from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, job_end, wait_for
 from tests.fault.secure_fleet import SecureFleet, secure_job
 from tests.fault.secure_party import Party, fail, party, start
 from tests.fleets import Control, Fleet
@@ -183,7 +183,7 @@ def test_a_share_that_does_not_open_ends_the_round_for_all_that_it_was_sealed_fo
             failed = (event for event in events if event.kind == "client_failed")
             texts = wait_for(fleet, "the failures", lambda: sorted(next(failed).text for _ in names))
             fail(evil)
-            wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
+            job_end(fleet, control, job_id)
         assert [text.partition(": a share")[0] for text in texts] == [
             f"{name} could not train: bad_share" for name in names
         ]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fedring.client.secure.participant import CRASH_POINTS
-from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, job_end, wait_for
 from tests.fleets import Control, give_secrets, until_watching
 
 CLIENTS, ROUNDS = 4, 2  # in the second round, clients begin with what they have left out of the first one
@@ -54,7 +54,7 @@ class SecureFleet(FaultyFleet):
             assert wait_for(self, f"the crash {place}", self.clients[0].wait) == 137
             self.clients[0].start()
         with Control(self.control) as control:
-            wait_for(self, "the end of the job", lambda: list(control.follow_job(job_id)))
+            job_end(self, control, job_id)
             assert control.job(job_id).state == "completed", control.job(job_id).reason
             assert [round_.delivered for round_ in control.rounds(job_id=job_id)] == [CLIENTS] * ROUNDS
 

@@ -2,7 +2,6 @@
 
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from fedring.client.secure.state import END_CRASH_POINTS
 from fedring.daemon.crash import DELIVERING, REGISTERED
 from fedring.server.secure.rounds import CRASH_POINTS
 from tests.damage import ask
-from tests.fault.faulty_fleet import wait_for
+from tests.fault.faulty_fleet import job_end, wait_for
 from tests.fault.secure_fleet import KILLED, SERVER, SecureFleet, secrets_of, secure_job
 from tests.fleets import Control, until_watching
 
@@ -103,7 +102,7 @@ def test_the_secrets_of_a_client_that_is_away_when_its_round_ends_are_gone_when_
                 until_watching(control, CLIENTS)
                 job_id = control.start_job(secure_job(CLIENTS)).job_id
                 assert wait_for(fleet, f"the crash {place}", fleet.clients[0].wait) == KILLED
-                wait_for(fleet, "the end of the job", partial(list, control.follow_job(job_id)))
+                job_end(fleet, control, job_id)
                 assert control.job(job_id).state == "completed"
             assert secrets_of(fleet.folders[0])
             fleet.restart_server()

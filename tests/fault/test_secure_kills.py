@@ -20,7 +20,7 @@ from fedring.v1 import federation_pb2 as pb
 from tests.call_proxy import CallProxy
 from tests.conftest import SEED
 from tests.damage import ask
-from tests.fault.faulty_fleet import wait_for
+from tests.fault.faulty_fleet import job_end, wait_for
 from tests.fault.random_kills import KEEP_ALL, wait
 from tests.fault.residuals import stored_model
 from tests.fault.secure_fleet import SECRET, SecureFleet, secure_job
@@ -97,7 +97,7 @@ def test_nothing_is_said_in_two_ways_and_every_model_is_right_however_often_daem
             enough = control.job(job_id).rounds_done + LAST
             wait_for(fleet, "the last rounds", lambda: until(lambda: control.job(job_id).rounds_done >= enough))
             control.stop_job(job_id)
-            wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
+            job_end(fleet, control, job_id)
         fleet.wait_until_forgotten()
         fleet.stop()
         logs = [daemon.log.read_text() for daemon in (fleet.server, *fleet.clients)]

@@ -14,7 +14,7 @@ import pytest
 from fedring.secure.shamir import SHARE_BYTES
 from fedring.v1 import control_pb2
 from fedring.v1 import secure_pb2 as wire
-from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, job_end, wait_for
 from tests.fault.secure_party import start
 from tests.fleets import Control, Fleet, until_watching
 from tests.secure_client import CALLS, STEPS, SecureClient, mean_of
@@ -150,7 +150,7 @@ def test_a_liar_is_left_out_of_all_later_rounds_of_the_job(tmp_path: Path) -> No
             for client in honest:
                 client.begin()
             party.go_on(honest, *STEPS)
-            wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
+            job_end(fleet, control, job_id)
             rounds = control.rounds(limit=3)[::-1]
         assert [(round_.phase, round_.selected) for round_ in rounds] == [
             ("published", CLIENTS),
@@ -198,6 +198,6 @@ def test_a_server_that_is_killed_when_a_sum_is_lost_still_names_the_liars(tmp_pa
         del fleet.server.env["FL_CRASH_AT"]
         fleet.start_server()
         with Control(fleet.control) as control:
-            wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
+            job_end(fleet, control, job_id)
             (round_,) = control.rounds(limit=1)
             assert (round_.reason, list(round_.liars)) == ("too_few_to_unmask", ["c00", "c01", "c02"])

@@ -9,7 +9,7 @@ import pytest
 
 from fedring.server.secure.rounds import FAILURE_CRASH_POINTS
 from tests.damage import ask
-from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.faulty_fleet import FaultyFleet, job_end, wait_for
 from tests.fault.secure_party import fail, go_through, opens, party, revealed, start
 from tests.fleets import Control, Fleet
 from tests.secure_client import CALLS, STEPS, mean_of
@@ -108,5 +108,5 @@ def test_a_server_that_is_killed_when_a_sum_is_lost_gives_the_same_reason(tmp_pa
             client.step("survivors")  # the round goes on, and the server has forgotten that the client has failed
             fail(client)
         with Control(fleet.control) as control:
-            wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
+            job_end(fleet, control, job_id)
             assert control.rounds(limit=1)[0].reason == "too_few_to_unmask"

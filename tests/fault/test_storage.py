@@ -27,7 +27,7 @@ from fedring.v1 import federation_pb2 as pb
 from tests.campaign.layer import FAILING, PRELOAD, SOURCE, Page
 from tests.conftest import missing
 from tests.damage import ask
-from tests.fault.faulty_fleet import SECONDS, wait_for
+from tests.fault.faulty_fleet import SECONDS, job_end, wait_for
 from tests.fleets import Control, Fleet, Programs
 from tests.power.records import build_layer
 from tests.system.wire import Refused, WireClient, parameters, payload_of, vector_job
@@ -219,7 +219,7 @@ def test_an_aggregation_waits_for_room_on_the_disk_and_loses_nothing(disk: Disk,
     ):
         job_id, events = start_aggregation_without_room(disk, fleet, a, b, control)
         disk.mend(fleet)
-        job_events = wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id, events)))
+        job_events = job_end(fleet, control, job_id, events)
         assert [event.kind for event in job_events if event.kind.startswith("round_")] == [
             "round_published",
             "round_evaluated",
@@ -237,7 +237,7 @@ def test_an_aggregation_that_waits_for_room_can_be_stopped(disk: Disk, fleet: Fl
         job_id, events = start_aggregation_without_room(disk, fleet, a, b, control)
         assert control.stop_job(job_id).round == 1
         disk.mend(fleet)
-        job_events = wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id, events)))
+        job_events = job_end(fleet, control, job_id, events)
         assert [event.kind for event in job_events if event.kind.startswith("round_")] == ["round_abandoned"]
         assert control.job(job_id).state == "stopped"
 

@@ -31,7 +31,7 @@ CHUNK = 1 << 20
 def vector_job(**keys: Any) -> dict[str, Any]:
     """Return a job whose model is one vector of SIZE values, with these keys changed."""
     fixed = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "encoding": "fp32"}
-    return {**fixed, "min_clients": 1, "evaluate": False, "deadline_seconds": 60, **keys}
+    return {**fixed, "min_clients": 1, "evaluate": False, "deadline_seconds": 240, **keys}
 
 
 def vector_schema() -> Schema:
