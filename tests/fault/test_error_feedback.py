@@ -36,6 +36,16 @@ ACCEPTED = ("client_accepted", "client_left_placed", "client_noted")
 """The crash points at which the server has accepted the update already."""
 
 
+def _accepted(client: WireClient, header: fed.UpdateHeader, payload: bytes) -> bool:
+    """Push an update; return whether this machine did not stand still meanwhile for longer than the server allows."""
+    try:
+        return client.push(header, payload) is not None
+    except Refused as refused:
+        if refused.reason != "stalled":
+            raise
+        return False
+
+
 class OneClientFleet(ResidualFleet):
     """A real client, and one that delivers zeros, so that each model shows what the real one has sent."""
 
@@ -56,7 +66,7 @@ class OneClientFleet(ResidualFleet):
             payload = payload_of(np.zeros(SMALL, np.float32))
             header = other.header(command, payload)
             header.packets[0].num_samples = 1
-            other.push(header, payload)
+            until(lambda: _accepted(other, header, payload))
         return job_id
 
     def crash(self, place: str) -> int:

@@ -288,19 +288,26 @@ def test_a_first_start_on_a_full_disk_can_be_repeated(full: Disk, tmp_path: Path
 def test_the_deadline_of_a_round_waits_while_the_disk_fails(disk: Disk, fleet: Fleet) -> None:
     with Control(fleet.control) as control, WireClient(fleet.listen, "a") as client:
         events = control.events()
-        spec = vector_job(model_args={"size": SIZE}, deadline_seconds=4, max_abandoned=1)
+        spec = vector_job(model_args={"size": SIZE}, deadline_seconds=60, max_abandoned=1)
+        began = time.monotonic()
         job_id = control.start_job(spec).job_id
         command, payload = client.expect("train"), payload_of(ONES)
         disk.fail(fleet)
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline:  # longer than the deadline; a client repeats its upload, too
+        with pytest.raises(Refused):
+            client.push(client.header(command, payload), payload)
+        failed = time.monotonic()
+        while time.monotonic() < failed + 5:  # a client repeats its upload, too
             with pytest.raises(Refused):
                 client.push(client.header(command, payload), payload)
             with suppress(queue.Empty):
                 assert client.events.get(timeout=0.5).WhichOneof("event") == "heartbeat"  # no end of the round
+        mended = time.monotonic()
         disk.mend(fleet)
         assert wait_for(fleet, "storage_works", lambda: next(e for e in events if e.kind == "storage_works"))
-        client.push(client.header(command, payload), payload)
+        with WireClient(fleet.listen, "a") as again:  # it is told how much time is left
+            passed = command.deadline_seconds - again.expect("train").deadline_seconds
+            assert passed <= failed - began + time.monotonic() - mended
+            again.push(again.header(command, payload), payload)
         assert "round_published" in [event.kind for event in control.follow_job(job_id, events)]
 
 

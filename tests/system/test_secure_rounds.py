@@ -184,11 +184,12 @@ def test_a_restored_server_does_not_go_on_with_a_secure_round(
     assert ask(state, "SELECT round FROM secure_messages UNION SELECT round FROM secure_rounds") == []
 
 
+@pytest.mark.slow
 def test_a_client_that_comes_too_late_is_told_and_the_round_goes_on(
     control: Control, party: Callable[..., Party]
 ) -> None:
     clients = party()
-    job_id, events = start(control, clients, secure_aggregation={"step_seconds": 2})
+    job_id, events = start(control, clients, secure_aggregation={"step_seconds": 10})
     late, rest = clients[0], clients[1:]
     each(rest, "send_keys", "send_shares", "take_peers", "push", "sign_survivors", "send_unmask_shares")
     assert late.link.expect("round_ended").reason == "too_late"

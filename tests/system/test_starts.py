@@ -207,7 +207,7 @@ def test_a_server_that_is_killed_goes_on_where_the_job_was_and_never_starts_it_f
 
 def test_a_job_that_fails_names_the_way_to_go_on_from_its_last_model(control: Control, clients: Clients) -> None:
     (client,) = clients()
-    job_id, events = run(control, rounds=5, start="fresh", max_abandoned=1, deadline_seconds=5)
+    job_id, events = run(control, rounds=5, start="fresh", max_abandoned=1)
     command = deliver(client)
     client.say(pb.WatchRequest(matched=True, failure=pb.Failure(round=client.expect("train").round, reason="no_data")))
     job = outcome(control, job_id, events)

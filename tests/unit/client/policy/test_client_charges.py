@@ -12,7 +12,7 @@ from tests.damage import flip
 from tests.ledgers import account_in
 from torch import nn
 
-from fedring.client import RoundOver, connect
+from fedring.client import Federation, RoundOver, connect
 from fedring.client.policy.ledger import LEDGER, Ledger
 from fedring.daemon.config import ConfigError
 from fedring.rpc.errors import FedringError, Unavailable, UnknownRound
@@ -34,16 +34,19 @@ def charged(state_dir: Path) -> int:
 
 def take_part(settings: dict[str, Any], server: "ScriptedServer", commands: list[pb.TrainCmd]) -> None:
     """Answer commands, each with a step as long as its learning rate."""
-    model = nn.Linear(3, 2)
     with connect(**settings) as federation:
         server.joins.get(timeout=SECONDS)
         for command in commands:
             server.train(command)
-            task = next(federation)
-            task.load_into(model)
-            write_tensors(model, {name: value + task.plan.lr for name, value in model.state_dict().items()})
-            with suppress(RoundOver):
-                task.submit(model, samples=1)
+            answer(federation)
+
+
+def answer(federation: Federation) -> None:
+    model, task = nn.Linear(3, 2), next(federation)
+    task.load_into(model)
+    write_tensors(model, {name: value + task.plan.lr for name, value in model.state_dict().items()})
+    with suppress(RoundOver):
+        task.submit(model, samples=1)
 
 
 def test_each_update_of_a_round_is_charged(server: "ScriptedServer", settings: dict[str, Any]) -> None:
@@ -74,11 +77,20 @@ def idle(settings: dict[str, Any], server: "ScriptedServer") -> Iterator[None]:
 
 def spool_one(settings: dict[str, Any], server: "ScriptedServer") -> pb.TrainCmd:
     """Let a client charge and spool an update, and return its command."""
-    server.on_header = lambda header: Unavailable("not now")
-    take_part(settings, server, [server.command(nn.Linear(3, 2), job=JOB, deadline_seconds=1.0)])
+    command = server.command(nn.Linear(3, 2), job=JOB)
+    with connect(**settings) as federation:
+
+        def end(header: pb.UpdateHeader) -> FedringError:
+            federation.close()
+            return Unavailable("not now")
+
+        server.on_header = end
+        server.joins.get(timeout=SECONDS)
+        server.train(command)
+        answer(federation)
     server.on_header = lambda header: None
     assert charged(settings["state_dir"]) == 1
-    return server.command(nn.Linear(3, 2), job=JOB)
+    return command
 
 
 def test_the_same_update_is_charged_once_and_another_one_after_its_folder_was_copied_back(

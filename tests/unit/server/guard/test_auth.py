@@ -151,7 +151,10 @@ class SlowToSay:
 
 
 @pytest.mark.parametrize("first", ["metadata", "message"])
-async def test_a_call_is_not_ended_before_grpc_knows_that_its_metadata_are_sent(first: str) -> None:
+async def test_a_call_is_not_ended_before_grpc_knows_that_its_metadata_are_sent(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedring.server.guard.auth.WRITE_GRACE", 60.0)  # however slow this machine is
     context = SlowToSay()
     call = CallInProgress(asyncio.timeout(None), Identity(Role.CLIENT, "ann"), None)
     whole = WholeSends(context, call)
