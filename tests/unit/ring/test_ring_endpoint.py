@@ -259,6 +259,18 @@ def test_frames_without_payload_count_as_memory_too() -> None:
     pair.close()
 
 
+@pytest.mark.parametrize("size", [0, 16, MAX_PAYLOAD])
+def test_frames_of_an_operation_under_way_are_bounded_by_what_it_expects(pair: Pair, size: int) -> None:
+    operation = pair.allreduce()
+    for tag in range(1, 18):
+        pair.answer(bytes(size), tag=tag)
+    pair.wait_until_handled()
+    assert isinstance(pair.endpoint.failure, BadFrame)
+    with pytest.raises(BadFrame, match=f"rank 1 sent more than {WHAT} can take") as raised:
+        operation.wait(SECONDS)
+    assert (raised.value.rank, raised.value.reason) == (1, "bad_frame")
+
+
 def test_a_rank_that_has_sent_all_and_left_is_not_lost(pair: Pair) -> None:
     pair.answer()
     pair.impostor.send(kind=pb.FRAME_KIND_LEAVING)
