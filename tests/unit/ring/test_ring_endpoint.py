@@ -423,6 +423,14 @@ def test_two_groups_of_one_name_are_refused(pair: Pair) -> None:
         pair.endpoint.group("world", rank=0, members=pair.group.members)
 
 
+@pytest.mark.parametrize("whose", [0, 1])
+def test_a_rank_that_says_it_is_where_another_one_is_forms_no_group(pair: Pair, whose: int) -> None:
+    """Frames of one would be taken for those of the other, or a rank would talk to itself."""
+    members = [*pair.group.members, pair.group.members[whose]]
+    with pytest.raises(RingError, match=f"several ranks say that they are at {members[whose]}"):
+        pair.endpoint.group("other", rank=0, members=members)
+
+
 def test_the_sequence_of_frames_begins_again_after_2_to_the_32(pair: Pair) -> None:
     last = 0xFFFFFFFF
     link = pair.endpoint.links[pair.impostor.address]
