@@ -19,7 +19,7 @@ from fedring import remote
 from fedring.remote.messages import Incoming, outgoing, receive, send
 from fedring.remote.requests import Reply
 from fedring.ring.engine.group import Group
-from fedring.ring.engine.program import Program, Send
+from fedring.ring.engine.program import Expect, Program, Send
 from fedring.ring.transport.frames import MAX_PAYLOAD
 
 SECONDS = 60.0
@@ -45,6 +45,7 @@ class Peer:
 
 
 def sending(parts: list[bytes]) -> Program:
+    yield Expect({}, 0)
     yield Send(1, parts[0])
     for part, data in enumerate(parts[1:]):
         yield Send(1, data, 1, part)

@@ -1,7 +1,7 @@
 """The collectives without a network: they give the same bits in any order and with any delay of what is sent."""
 
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedring.ring.engine import collectives
-from fedring.ring.engine.program import Program, Receive, Send
+from fedring.ring.engine.program import Expect, Program, Receive, Send
 from fedring.ring.engine.reduction import Reduction
 from fedring.ring.errors import BadFrame
 
@@ -49,7 +49,10 @@ def small_limits() -> Iterator[None]:
 
 
 class Simulation:
-    """Runs the programs of all ranks. A Send is copied when it is delivered, as late as the order of events allows."""
+    """Runs the programs of all ranks. A Send is copied when it is delivered, as late as the order of events allows.
+
+    No rank is sent more in all than its program says that it expects: so no order of events can exceed that.
+    """
 
     def __init__(self, programs: Sequence[Program], seed: int) -> None:
         self._programs = programs
@@ -57,6 +60,8 @@ class Simulation:
         self._outboxes: list[deque[Send]] = [deque() for _ in programs]
         self._inboxes: list[dict[tuple[int, int, int], memoryview]] = [{} for _ in programs]
         self._waiting: list[Receive | None] = [None] * len(programs)
+        self._expected = [_expected(program) for program in programs]
+        self._came: list[dict[int, list[int]]] = [defaultdict(list) for _ in programs]  # sizes of frames, by their rank
 
     def run(self) -> None:
         """Run every program to its end, and check that nothing is left over."""
@@ -66,6 +71,10 @@ class Simulation:
             self._deliver(self._random.choice(senders))
         assert self._waiting == [None] * len(self._programs), "a program waits for what is never sent"
         assert not any(self._inboxes), "something was sent that no program asks for"
+        for came, expected in zip(self._came, self._expected, strict=True):
+            for source, sizes in came.items():
+                assert sum(sizes) <= expected.data[source]
+                assert len(sizes) <= expected.frames
 
     def _deliver(self, rank: int) -> None:
         """Deliver some frame of a rank. Those to one peer stay in order."""
@@ -77,6 +86,7 @@ class Simulation:
         place = (rank, send.tag, send.part)
         assert place not in self._inboxes[to]
         self._inboxes[to][place] = memoryview(bytes(send.data))
+        self._came[to][rank].append(len(send.data))
         waiting = self._waiting[to]
         if waiting is not None and waiting.place == place:
             self._waiting[to] = None
@@ -89,7 +99,9 @@ class Simulation:
                 if isinstance(step, Send):
                     assert step.to != rank
                     self._outboxes[rank].append(step)
-                elif step.place in self._inboxes[rank]:
+                    continue
+                assert isinstance(step, Receive)
+                if step.place in self._inboxes[rank]:
                     answer = self._taken(rank, step)
                 else:
                     self._waiting[rank] = step
@@ -101,6 +113,13 @@ class Simulation:
         data = self._inboxes[rank].pop(step.place)
         assert step.size in (-1, len(data))
         return data
+
+
+def _expected(program: Program) -> Expect:
+    """Return the first word of a program."""
+    expected = next(program)
+    assert isinstance(expected, Expect)
+    return expected
 
 
 def run(size: int, seed: int, program: Callable[[int], Program]) -> None:
@@ -273,8 +292,10 @@ def test_nobody_passes_a_barrier_before_all_have_come(size: int, seed: int) -> N
     come: set[int] = set()
 
     def program(rank: int) -> Program:
+        barrier = collectives.barrier(rank, size)
+        yield _expected(barrier)
         come.add(rank)
-        yield from collectives.barrier(rank, size)
+        yield from barrier
         assert len(come) == size
 
     run(size, seed, program)
@@ -294,6 +315,7 @@ def test_the_simulation_finds_a_program_that_changes_what_it_has_sent() -> None:
     came = [b"", b""]
 
     def program(rank: int) -> Program:
+        yield Expect({1 - rank: 3}, frames=1)
         yield Send(1 - rank, memoryview(memories[rank]))
         memories[rank][:] = b"bad"
         came[rank] = bytes((yield Receive(1 - rank, 3)))

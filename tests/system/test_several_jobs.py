@@ -88,6 +88,18 @@ def test_jobs_of_one_group_take_turns_and_make_the_models_that_each_makes_alone(
     assert kept.is_dir()
 
 
+def test_pipelines_that_take_turns_measure_their_micro_batches_once(tmp_path: Path) -> None:
+    spec = {"mode": "pipeline", "rounds": 3, "subset_size": 48, "batch_size": 8, "evaluate": False, "start": "fresh"}
+    spec |= {"model": "fedring.train.models:digits_mlp", "pipeline": {"stages": 2, "micro_batches": "auto"}}
+    with Fleet(tmp_path, {"max_running_jobs": 2}, [{}, {}]) as fleet, Control(fleet.control) as control:
+        until_watching(control, 2)
+        jobs = [control.start_job({**spec, "model_args": {"hidden": hidden}}).job_id for hidden in (32, 33)]
+        for job_id in jobs:
+            finished(control, job_id)
+    for client in fleet.clients:
+        assert client.log.read_text().count("micro-batches are the fastest of") == len(jobs)
+
+
 def test_two_jobs_that_race_for_a_sites_epsilon_never_overspend_it(tmp_path: Path) -> None:
     """Of a limit that has room for three rounds, two jobs at once spend three, whichever they are."""
     limit = (epsilon([1.0] * 3, 1e-5) + epsilon([1.0] * 4, 1e-5)) / 2

@@ -69,6 +69,11 @@ def is_zero(grad: Tensor) -> bool:
     return not grad.numel() or not any(map(bool, torch.aminmax(grad)))  # takes an eighth of the time of any()
 
 
+def is_finite(grad: Tensor) -> bool:
+    """Return whether no entry of a gradient [n] is NaN or infinite."""
+    return not grad.numel() or all(bool(end.isfinite()) for end in torch.aminmax(grad))  # in one pass, without a copy
+
+
 def target_of(grad: Tensor, kept: ErrorFeedback, feedback: Feedback) -> Tensor:
     """Return the values to send.
 

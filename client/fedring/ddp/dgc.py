@@ -6,6 +6,7 @@ One message a bucket goes to all other workers at once, while the gradients of o
 gradients are clipped together. The state knows nothing of buckets: it is the same with any bucket_cap_mb.
 """
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from fedring.ddp.gradients import Gradients
 from fedring.ddp.parts import DGCStep, apply_parts, count_to_send, make_part, whole_precision
 from fedring.ddp.sgd import check_optimizer
 from fedring.ddp.state import HookState
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,6 +143,9 @@ class DGCState(HookState):
     def receive(self, names: Sequence[str], grads: Sequence[Tensor], messages: Sequence[memoryview]) -> None:
         """Replace gradients by the mean of all workers' messages.
 
+        If a worker's gradient has NaN or infinity, all become NaN on all workers, as in a mean without compression. The
+        entries that were sent return to the residuals: whoever scales gradients skips such a step.
+
         Args:
             names: The names of the tensors.
             grads: The tensors, each [n] of any float dtype, which are overwritten.
@@ -150,10 +156,21 @@ class DGCState(HookState):
         """
         arrived = time.perf_counter()
         sizes = [grad.numel() for grad in grads]
-        decoded = [_decode(message, sizes, rank) for rank, message in enumerate(messages)]
+        try:
+            decoded = [_decode(message, sizes, rank) for rank, message in enumerate(messages)]
+        except CodecError as error:
+            if error.reason != "non_finite":
+                raise
+            log.debug("%s", error)
+            decoded = None
         with torch.no_grad():
-            for name, grad, *parts in zip(names, grads, *decoded, strict=True):
-                apply_parts(parts, grad, self._memories[name], self.config)
+            if decoded is None:
+                for name, grad in zip(names, grads, strict=True):
+                    put_back(self._memories[name])
+                    grad.fill_(torch.nan)
+            else:
+                for name, grad, *parts in zip(names, grads, *decoded, strict=True):
+                    apply_parts(parts, grad, self._memories[name], self.config)
             if any(grad.is_cuda for grad in grads):  # those who wait for the future may use another stream
                 torch.cuda.current_stream().synchronize()
         self.meter.received(arrived=arrived)
@@ -256,8 +273,8 @@ def dgc_hook(state: DGCState, bucket: GradBucket) -> Future[Tensor]:
         bucket: The bucket that DistributedDataParallel has filled. Nothing of it is kept once the future has its value.
 
     Returns:
-        A future of the bucket's buffer, which then holds the mean of all workers' entries. A gradient with NaN or
-        infinity is refused by all workers, with an error that is raised in backward.
+        A future of the bucket's buffer, which then holds the mean of all workers' entries, or NaN if a worker's
+        gradient has NaN or infinity.
     """
     grads = state.names.of(bucket)
     # The common norm is known only when all gradients of the step are there.

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedring.codec.gradient import Entries, Part
 from fedring.codec.precision import Precision, to_words
-from fedring.compress.correction import is_zero
+from fedring.compress.correction import is_finite, is_zero
 from fedring.compress.dgc import DGC, Memory, Taken, accumulate, apply_momentum, clipped, forget, kept_count
 from fedring.compress.dgc_select import select
 
@@ -48,13 +49,20 @@ def make_part(grad: Tensor, memory: Memory, step: DGCStep) -> Part:
         step: The step.
 
     Returns:
-        The positions and the values to send, or all values of a tensor that is sent whole.
+        The positions and the values to send, or all values of a tensor that is sent whole. Of a gradient with NaN or
+        infinity, only that it has some; the memory stays as it is.
     """
     config = step.config
     grad = grad.to(torch.float32)
+    count = count_to_send(grad.numel(), step)
+    if not is_finite(grad):
+        # Nothing of it may stay in the memory, where it would spoil all later steps. All workers see that it was.
+        memory.taken = None
+        values = np.full(grad.numel() if count is None else 1, np.nan, np.float32)
+        words = to_words(values, whole_precision(config) if count is None else config.precision)
+        return Part(None if count is None else np.zeros(1, np.int64), words)
     if config.clip is not None and config.clip_norm == "tensor":
         grad = clipped(grad, config.clip, step.workers)
-    count = count_to_send(grad.numel(), step)
     # A small tensor is sent whole, without momentum: the receivers apply momentum to the mean.
     if count is None:
         memory.taken = Taken(None, memory.momentum.clone(), memory.residual.clone())

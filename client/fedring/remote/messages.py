@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from fedring.remote.errors import BadMessage
-from fedring.ring.engine.program import Program, Receive, Send
+from fedring.ring.engine.program import Expect, Program, Receive, Send
 from fedring.ring.torch.tensors import as_bytes, in_host_memory, plain
 from fedring.ring.transport.frames import MAX_PAYLOAD
 
@@ -30,6 +30,7 @@ SMALL = 32 << 10
 
 _PREFIX = struct.Struct("<4sII")
 _MAGIC = b"FRC1"
+_MAX_TENSORS = MAX_HEADER // len('{"dtype":"int8","shape":[]},')
 _MAX_DIMENSIONS = 64  # torch's own limit
 _DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -126,6 +127,7 @@ def send(to: int, message: Message) -> Program:
 
     Its tensors must not change before their bytes are copied.
     """
+    yield Expect({}, 0)
     yield Send(to, encode(message))
     parts = list(_parts(message.tensors))
     if sum(map(len, parts)) > SMALL:
@@ -157,6 +159,8 @@ def receive(source: int, incoming: Incoming) -> Program:
 
     Bytes that are not a message are received as well, and dropped.
     """
+    # Of a message that is too large, too, the parts are used as they come.
+    yield Expect({source: MAX_PAYLOAD + incoming.max_bytes}, 1 + incoming.max_bytes // MAX_PAYLOAD + _MAX_TENSORS)
     first = yield Receive(source, -1)
     count = _PREFIX.unpack_from(first)[1] if len(first) >= _PREFIX.size and first[:4] == _MAGIC else 0
     message, into = Message(None), []

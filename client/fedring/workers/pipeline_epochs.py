@@ -137,7 +137,11 @@ class PipelineTraining:
         self.evaluation = Counts()
         self.update: AssembledModel | None = None
         table, rank = setup.table, dist.get_rank()
-        self.micro_batches = table.micro_batches if table.micro_batches != "auto" else micro_batches
+        if table.micro_batches != "auto":
+            micro_batches = table.micro_batches
+        elif micro_batches not in _candidates(table.unit, setup.plan.batch_size):  # the others would refuse it
+            micro_batches = 0
+        self.micro_batches = micro_batches
         self._layout = layout_of(table)
         self._place = GroupRank(rank // table.width, table.pipelines)  # the place of its pipeline among all pipelines
         self._index = rank % table.width

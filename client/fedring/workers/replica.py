@@ -23,6 +23,7 @@ from fedring.workers.optimizer_groups import Groups, group_values, is_plain, put
 
 State = dict[str, Any]  # an optimizer's state of one parameter
 _MAX_LAYOUT_BYTES = 64 << 20
+_MOST_STEPS = 1 << 48
 _MOST_STATES = 16  # tensors or values for one parameter: no optimizer of torch.optim has more than 8
 
 
@@ -98,7 +99,8 @@ def synchronize(replica: Replica) -> int:
         The rank that the others took over from: of those with the most steps, the lowest.
 
     Raises:
-        TrainError: With the reason bad_optimizer, if the state of an optimizer cannot be sent, or does not fit.
+        TrainError: With the reason bad_optimizer, if the state of an optimizer cannot be sent, or does not fit, or
+            bad_peer, if the progress of the worker with the most steps cannot be.
     """
     progress = replica.progress
     mine = [progress.steps, *_words(digest_of(chain(replica.tensors(), _states_of(replica.optimizer))))]
@@ -107,7 +109,7 @@ def synchronize(replica: Replica) -> int:
     source = steps.index(max(steps))
     # All workers see the same rows, so all of them take part in the broadcasts, or none does.
     if any(row != everyone[0] for row in everyone):
-        progress = _share_progress(progress, source)
+        progress = _share_progress(progress, source, steps=steps[source])
         values = [_received(tensor, source) for tensor in replica.tensors()]
         states, groups = _share_optimizer(replica, source)
         # Only now, when all of it is here. A worker with a part of another's state would pass that on as its own, if
@@ -163,10 +165,17 @@ def share_buffers(model: nn.Module) -> None:
             buffer.copy_(values.view_as(buffer))
 
 
-def _share_progress(progress: Progress, source: int) -> Progress:
+def _share_progress(progress: Progress, source: int, *, steps: int) -> Progress:
+    """Send the source's progress to all others, and return it.
+
+    They keep it for the rest of the job, and delete their checkpoints of later steps.
+    """
     values = torch.tensor([progress.steps, progress.round_steps, progress.epoch, progress.taken])
     _broadcast(values, source)
-    return Progress(*(int(value) for value in values))
+    told = values.tolist()
+    if told[0] != steps or min(told) < 0 or max(told) >= _MOST_STEPS:
+        raise TrainError("bad_peer", f"The worker of rank {source} tells {told} as its progress after {steps} steps.")
+    return Progress(*told)
 
 
 def _share_optimizer(replica: Replica, source: int) -> tuple[dict[Tensor, State], Groups]:

@@ -171,6 +171,20 @@ class StageCheckpoints:
         """
         return self._noted("result") == f"{_name(checkpoint)} {digest}"
 
+    def note_fastest(self, micro_batches: int, settings: str) -> None:
+        """Note the number of micro-batches that was measured as the fastest.
+
+        Args:
+            micro_batches: The number.
+            settings: The settings of the job with which it was measured.
+        """
+        self._note("fastest", f"{micro_batches} {settings}")
+
+    def fastest(self, settings: str) -> int:
+        """Return the number noted for the same settings; 0 = none."""
+        number, _, noted = self._noted("fastest").partition(" ")
+        return int(number) if noted == settings and number.isdecimal() else 0
+
     def _note(self, subject: str, text: str) -> None:
         """Write a note, unless the disk is full."""
         with suppress(OSError):

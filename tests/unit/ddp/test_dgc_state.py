@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FileStore
 
-from fedring.codec import CodecError
+from fedring.codec.precision import Precision
 from fedring.ddp import DGC, DGCSGD, DGCState, DGCStepper, Profile, StepLog, exchange
 from fedring.ddp.profile import Meter
 
@@ -265,12 +265,29 @@ def test_without_a_group_the_error_says_what_to_call() -> None:
         state.state_dict()
 
 
-def test_a_gradient_that_is_not_finite_names_its_rank(group: dist.ProcessGroup) -> None:
-    net = model()
-    stepper = DGCStepper(state_of(net, group))
-    net[0].weight.grad = torch.full((30, 40), float("nan"))  # type: ignore[index]  # a Sequential
-    with pytest.raises(CodecError, match="non_finite: from rank 0"):
-        stepper.exchange()
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "sign"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", ["0.weight", "0.bias", "all"])
+def test_a_step_that_is_not_finite_comes_back_as_nan_and_spoils_no_later_one(
+    group: dist.ProcessGroup, place: str, bad: float, precision: Precision
+) -> None:
+    net, config = model(), dataclasses.replace(CONFIG, precision=precision)
+    state = DGCState(group, config, named_parameters=net.named_parameters())
+    stepper = DGCStepper(state)
+    step(net, stepper, 0)
+    before = {kind: {n: t.clone() for n, t in state.state_dict()[kind].items()} for kind in ("momentum", "residual")}
+    for name, parameter in net.named_parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        if place in (name, "all"):
+            parameter.grad.view(-1)[3] = bad
+    stepper.exchange()
+    assert all(p.grad is not None and p.grad.isnan().all() for p in net.parameters())  # of one bucket
+    after = state.state_dict()
+    for kind, tensors in before.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(after[kind][name], tensor) or place not in (name, "all")
+    assert all(grad.isfinite().all() for grad in step(net, stepper, 1))
+    assert state.step == 3
 
 
 def test_a_message_above_the_limit_is_not_sent(group: dist.ProcessGroup) -> None:

@@ -18,6 +18,7 @@ from fedring.ddp.hooks.by_name import HOOKS
 from fedring.ddp.hooks.summing import HookedSum
 from fedring.ddp.local_sgd import LocalSGD
 from fedring.ddp.state import HookState
+from fedring.train.errors import SeamError
 
 Make = Callable[..., HookState]
 
@@ -228,6 +229,35 @@ def test_topk_refuses_a_step_that_is_not_finite() -> None:
     with pytest.raises(Exception, match="non_finite"):
         train(net, state, hooks.topk_hook, steps=1, values=torch.full((4, 24), float("nan")))
     assert train(net, state, hooks.topk_hook, steps=1).isfinite().all()
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 16)
+        self.weight = nn.Parameter(torch.ones(16, 3, dtype=torch.complex64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.first(inputs).to(torch.complex64) @ self.weight
+        return outputs.abs()
+
+
+@pytest.mark.parametrize("kind", WITH_DGC)
+def test_complex_parameters_are_refused_at_once(kind: str) -> None:
+    make, _ = WITH_DGC[kind]
+    net = Waves()
+    with pytest.raises(SeamError, match=r"parameter weight is of torch\.complex64") as raised:
+        make(named_parameters=net.named_parameters())
+    assert raised.value.reason == "unsupported_dtype"
+    net.weight.requires_grad_(False)
+    make(named_parameters=net.named_parameters())
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_complex_parameters_without_names_are_refused_in_their_bucket(kind: str) -> None:
+    make, hook = MAKERS[kind]
+    with pytest.raises(Exception, match=r"is of torch\.complex64, whose gradients this hook cannot send"):
+        train(Waves(), make(), hook, steps=1)
 
 
 def test_a_parameter_without_a_name_is_refused() -> None:

@@ -259,6 +259,18 @@ def test_frames_without_payload_count_as_memory_too() -> None:
     pair.close()
 
 
+@pytest.mark.parametrize("size", [0, 16, MAX_PAYLOAD])
+def test_frames_of_an_operation_under_way_are_bounded_by_what_it_expects(pair: Pair, size: int) -> None:
+    operation = pair.allreduce()
+    for tag in range(1, 18):
+        pair.answer(bytes(size), tag=tag)
+    pair.wait_until_handled()
+    assert isinstance(pair.endpoint.failure, BadFrame)
+    with pytest.raises(BadFrame, match=f"rank 1 sent more than {WHAT} can take") as raised:
+        operation.wait(SECONDS)
+    assert (raised.value.rank, raised.value.reason) == (1, "bad_frame")
+
+
 def test_a_rank_that_has_sent_all_and_left_is_not_lost(pair: Pair) -> None:
     pair.answer()
     pair.impostor.send(kind=pb.FRAME_KIND_LEAVING)
@@ -409,6 +421,14 @@ def test_operations_after_the_end_raise(pair: Pair) -> None:
 def test_two_groups_of_one_name_are_refused(pair: Pair) -> None:
     with pytest.raises(RingError, match="world"):
         pair.endpoint.group("world", rank=0, members=pair.group.members)
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_a_rank_that_says_it_is_where_another_one_is_forms_no_group(pair: Pair, whose: int) -> None:
+    """Frames of one would be taken for those of the other, or a rank would talk to itself."""
+    members = [*pair.group.members, pair.group.members[whose]]
+    with pytest.raises(RingError, match=f"several ranks say that they are at {members[whose]}"):
+        pair.endpoint.group("other", rank=0, members=members)
 
 
 def test_the_sequence_of_frames_begins_again_after_2_to_the_32(pair: Pair) -> None:

@@ -40,6 +40,19 @@ def test_two_workers_keep_each_stage() -> None:
     assert [Layout(1, 1).deliverers, layout.deliverers] == [[0], [0, 1]]
 
 
+def test_the_fastest_number_of_micro_batches_is_kept_for_the_settings_it_was_measured_with(tmp_path: Path) -> None:
+    settings = f"64 {Pipeline.model_validate({'micro_batches': 'auto'}).model_dump_json()}"
+    kept = StageCheckpoints(tmp_path, "job", max_file_bytes=1)
+    assert kept.fastest(settings) == 0
+    kept.note_fastest(8, settings)
+    kept.keep(None, ())  # a damaged checkpoint takes no measurement with it
+    again = StageCheckpoints(tmp_path, "job", max_file_bytes=1)
+    assert again.fastest(settings) == 8
+    assert again.fastest(settings.replace("64 ", "32 ", 1)) == 0
+    (tmp_path / "job" / "fastest").write_text(f"8 {settings}"[:-1])  # the process was killed as it wrote
+    assert again.fastest(settings) == 0
+
+
 def test_a_group_continues_from_the_newest_step_of_which_all_stages_are_there() -> None:
     assert newest_complete([held(), held()], 2) is None
     assert newest_complete([held((10, 0)), held((10, 1))], 2) == (10, 7)

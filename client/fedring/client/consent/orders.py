@@ -44,6 +44,7 @@ class Followed:
         task: The digest of its command: the same round is the same command.
         evaluations: How many models the site has evaluated.
         evaluated: The newest of them: its round and its digest.
+        epoch: The latest epoch in which it was asked to evaluate one; 0 = unknown.
     """
 
     job_id: int
@@ -54,6 +55,7 @@ class Followed:
     task: str = ""
     evaluations: int = 0
     evaluated: tuple[int, str] = field(default=(0, ""))
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +131,16 @@ class Orders:
         """Check an evaluation's command. Nothing is written.
 
         Raises:
-            BadOrder: If it does not follow from a signed job, or more are asked for than the job has rounds.
+            BadOrder: If it does not follow from a signed job, or comes after a later epoch, or more are asked for than
+                the job has rounds.
         """
         order, operator = self._operators.check(command.job)
         check_evaluate(order, command)
         known, which = self._known(order, command), (command.round, _short(command.model_digest))
+        newest = max(known.last[0], known.epoch)
+        if 0 < command.epoch < newest:
+            raise BadOrder("replayed", f"an evaluation of epoch {command.epoch} comes after epoch {newest}")
+        known = replace(known, epoch=max(known.epoch, command.epoch))
         if which != known.evaluated:
             _check_count(order, known.evaluations, "evaluate")
             known = replace(known, evaluations=known.evaluations + 1, evaluated=which)
@@ -186,14 +193,14 @@ def _short(text: str) -> str:
 def _begins_anew(known: Followed, command: pb.TrainCmd | pb.EvaluateCmd) -> bool:
     """Return whether a job begins again, as at a restored server.
 
-    A site that is not drawn for its first round sees a later epoch than it knows. In an evaluation, only a line of
-    models that has begun in one tells that: such a job may also continue an older line than before.
+    A site that is not drawn for its first round, or that only evaluates, sees a later epoch than it knows: such a job
+    may also continue an older line of models than before. In an evaluation by an older server, which does not say the
+    epoch, only a line that has begun in a later one tells that.
     """
-    before = known.last[0]
+    before = max(known.last[0], known.epoch)
     newest = max(before, int(known.fixed["residual_after"].partition(".")[0]))
-    if isinstance(command, pb.TrainCmd) and command.epoch > (before if command.job_round == 1 else newest):
-        return True
-    return command.residual_after_epoch > newest
+    is_first = isinstance(command, pb.TrainCmd) and command.job_round == 1
+    return command.epoch > (before if is_first else newest) or command.residual_after_epoch > newest
 
 
 def _check_count(order: JobOrder, count: int, what: str) -> None:
@@ -220,4 +227,5 @@ def _read(entry: Mapping[str, Any]) -> Followed:
         task=str(entry["task"]),
         evaluations=int(entry["evaluations"]),
         evaluated=(int(evaluated), str(digest)),
+        epoch=int(entry.get("epoch", 0)),
     )

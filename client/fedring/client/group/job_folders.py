@@ -5,11 +5,14 @@ of the others. Nobody tells a worker that a job has been stopped, so that only a
 """
 
 import hashlib
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
 
 from fedring.daemon.durable import delete, make_folder
+
+log = logging.getLogger(__name__)
 
 MOST_JOBS = 4
 """How many jobs have a folder."""
@@ -17,15 +20,19 @@ MOST_JOBS = 4
 _OVER = "over"  # a file in the folder of a job that has trained its last round
 
 
-def name_of(*facts: object) -> str:
-    """Return the name of the folder of a job with these facts."""
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+def name_of(run_id: str, epoch: int, job_id: int, *facts: object) -> str:
+    """Return the name of a job's folder.
+
+    It begins with the job's id.
+    """
+    return f"{job_id}-{hashlib.sha256(repr((run_id, epoch, job_id, *facts)).encode()).hexdigest()[:32]}"
 
 
 def begin_job(root: Path, job: str, *, adopt: str = "") -> Path:
     """Return the folder of a job that begins, or goes on.
 
-    The folders of jobs that are over are deleted, and so are those that have not been used for longest.
+    The folders of jobs that are over are deleted, and so are those that have not been used for longest. A warning names
+    the latter's jobs, since these may go on.
 
     Args:
         root: The folder of all jobs.
@@ -41,8 +48,15 @@ def begin_job(root: Path, job: str, *, adopt: str = "") -> Path:
             file.rename(folder / file.name)
         others = [path for path in root.iterdir() if path != folder]
         going_on = [path for path in others if path.is_dir() and not (path / _OVER).exists()]
-        kept = sorted(going_on, key=lambda path: path.stat().st_mtime, reverse=True)[: MOST_JOBS - 1]
-        for path in set(others).difference(kept):
+        newest = sorted(going_on, key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in newest[MOST_JOBS - 1 :]:
+            log.warning(
+                "the checkpoints of job %s are deleted, since this worker keeps those of %d jobs that have not trained "
+                "their last round: if it goes on, its optimizer and its residuals begin anew",
+                path.name.partition("-")[0],
+                MOST_JOBS,
+            )
+        for path in set(others).difference(newest[: MOST_JOBS - 1]):
             delete(path)
     return folder
 

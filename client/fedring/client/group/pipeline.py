@@ -56,7 +56,8 @@ class PipelineState:
     checkpoints: StageCheckpoints
     counts: list[int]  # of layers, for a cut by parameters or by time
     evaluations: dict[str, Counts] = field(default_factory=dict)  # of the newest model, by its name
-    micro_batches: int = 0  # the number that was found to be the fastest; 0 = not measured
+    settings: str = ""  # with which the fastest number of micro-batches is measured
+    micro_batches: int = 0  # that number; 0 = not measured
 
 
 class PipelineTrainer:
@@ -169,7 +170,9 @@ class PipelineTrainer:
             folder = self._name_of(task, model)
             begin_job(self._folder, folder)
             most = _MOST_STATE * sum(t.numel() * t.element_size() for _, t in tensors_of(model)) + _MOST_HEADER
-            self._state = PipelineState(StageCheckpoints(self._folder, folder, max_file_bytes=most), counts)
+            kept = StageCheckpoints(self._folder, folder, max_file_bytes=most)
+            settings = f"{plan.batch_size} {table.model_dump_json()}"
+            self._state = PipelineState(kept, counts, settings=settings, micro_batches=kept.fastest(settings))
             self._key = key
         return self._state
 
@@ -260,7 +263,9 @@ class PipelinePart:
             raise TrainError(failure_reason(error), failure_detail(error)) from error
         finally:
             if training is not None:
-                self.state.micro_batches = training.micro_batches
+                if self.setup.table.micro_batches == "auto" and training.micro_batches:
+                    self.state.micro_batches = training.micro_batches
+                    self.state.checkpoints.note_fastest(training.micro_batches, self.state.settings)
                 self.usage += training.usage
                 self._reached = training.steps
                 training = None

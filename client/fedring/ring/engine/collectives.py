@@ -9,9 +9,9 @@ In all programs `rank` is this rank in the group, `size` the number of ranks, an
 docstring says "at the end", that is when the program has ended on this rank.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
-from fedring.ring.engine.program import Program, Receive, Send
+from fedring.ring.engine.program import Expect, Program, Receive, Send
 from fedring.ring.engine.reduction import Reduction
 from fedring.ring.errors import BadFrame
 from fedring.ring.transport.frames import MAX_PAYLOAD, Bytes
@@ -43,9 +43,12 @@ def is_direct(size: int, total: int) -> bool:
 
 def allreduce(rank: int, size: int, data: memoryview, reduction: Reduction) -> Program:
     """Reduce `data` over all ranks, in place, on every rank."""
+    total = _on_the_wire(data, reduction)
     if is_direct(size, len(data)):
+        yield _expect(dict.fromkeys(_others(rank, size), total))
         yield from _allreduce_direct(rank, size, data, reduction)
     else:
+        yield _expect({(rank - 1) % size: 2 * total}, steps=2 * (size - 1))
         cuts = even_cuts(len(data) // reduction.itemsize, size)
         yield from _reduce_scatter(rank, size, data, reduction, cuts, spread=True)
         yield from _allgather_reduced(rank, size, data, reduction, cuts)
@@ -58,6 +61,7 @@ def reduce_scatter(rank: int, size: int, data: memoryview, reduction: Reduction,
 
     The other values are overwritten.
     """
+    yield _expect({(rank - 1) % size: _on_the_wire(data, reduction)}, steps=size - 1)
     yield from _reduce_scatter(rank, size, data, reduction, cuts)
 
 
@@ -66,9 +70,11 @@ def reduce(rank: int, size: int, data: memoryview, reduction: Reduction, root: i
 
     The data of the other ranks is overwritten.
     """
-    cuts = even_cuts(len(data) // reduction.itemsize, size)
-    yield from _reduce_scatter(rank, size, data, reduction, cuts)
+    cuts, before = even_cuts(len(data) // reduction.itemsize, size), (rank - 1) % size
     chunks = [_chunk(data, reduction, cuts, index) for index in range(size)]
+    each = {source: _on_the_wire(chunks[source], reduction) if rank == root else 0 for source in _others(rank, size)}
+    yield _expect({**each, before: _on_the_wire(data, reduction) + each.get(before, 0)}, steps=size)
+    yield from _reduce_scatter(rank, size, data, reduction, cuts)
     if rank != root:
         yield from _send_values(root, chunks[rank], reduction, tag=size)
         return
@@ -86,11 +92,13 @@ def allgather(rank: int, size: int, outputs: Sequence[memoryview]) -> Program:
     all lengths.
     """
     if is_direct(size, sum(map(len, outputs))):
+        yield _expect({source: len(outputs[source]) for source in _others(rank, size)})
         for to in _others(rank, size):
             yield Send(to, outputs[rank])
         for source in _others(rank, size):
             outputs[source][:] = yield Receive(source, len(outputs[source]))
         return
+    yield _expect({(rank - 1) % size: sum(map(len, outputs))}, steps=size - 1)
     yield from _send((rank + 1) % size, outputs[rank])
     for step in range(size - 1):
         into = outputs[(rank - step - 1) % size]
@@ -109,11 +117,13 @@ def allgather_bytes(rank: int, size: int, outputs: list[memoryview], limit: int)
     At first only `outputs[rank]` is there. No rank knows the others' lengths: the first part of a message tells it.
     """
     if is_direct(size, limit):
+        yield _expect(dict.fromkeys(_others(rank, size), _SIZE + limit))
         for to in _others(rank, size):
             yield from _send_message(to, outputs[rank], tag=0)
         for source in _others(rank, size):
             outputs[source] = yield from _receive_message(source, limit, tag=0)
         return
+    yield _expect({(rank - 1) % size: (size - 1) * (_SIZE + limit)}, steps=size - 1)
     yield from _send_message((rank + 1) % size, outputs[rank], tag=0)
     for step in range(size - 1):
         onward = (rank + 1) % size if step + 2 < size else None
@@ -123,6 +133,8 @@ def allgather_bytes(rank: int, size: int, outputs: list[memoryview], limit: int)
 
 def broadcast(rank: int, size: int, data: memoryview, root: int) -> Program:
     """Copy the root's `data` into that of every rank."""
+    before = root if is_direct(size, len(data)) else (rank - 1) % size
+    yield _expect({} if rank == root else {before: len(data)})
     if is_direct(size, len(data)):
         if rank != root:
             data[:] = yield Receive(root, len(data))
@@ -133,7 +145,7 @@ def broadcast(rank: int, size: int, data: memoryview, root: int) -> Program:
     forward = (rank + 1) % size != root
     for part, begin, end in parts(len(data), 1):
         if rank != root:
-            data[begin:end] = yield Receive((rank - 1) % size, end - begin, 0, part)
+            data[begin:end] = yield Receive(before, end - begin, 0, part)
         if forward:
             yield Send((rank + 1) % size, data[begin:end], 0, part)
 
@@ -143,14 +155,15 @@ def gather(rank: int, outputs: Sequence[memoryview], mine: memoryview, root: int
 
     At the end, the root's `outputs[r]` is rank r's `mine`. Other ranks have no outputs.
     """
+    yield _expect({source: len(into) for source, into in enumerate(outputs) if source != root})
     if rank != root:
-        yield from send(root, mine, told=True)
+        yield from _send_all(root, mine, told=True)
         return
     for source, into in enumerate(outputs):
         if source == root:
             into[:] = mine
         else:
-            yield from receive(source, into)
+            yield from _receive_all(source, into)
 
 
 def scatter(rank: int, inputs: Sequence[memoryview], mine: memoryview, root: int) -> Program:
@@ -158,14 +171,15 @@ def scatter(rank: int, inputs: Sequence[memoryview], mine: memoryview, root: int
 
     At the end, `mine` is the root's `inputs[rank]`. Other ranks have no inputs.
     """
+    yield _expect({} if rank == root else {root: len(mine)})
     if rank != root:
-        yield from receive(root, mine)
+        yield from _receive_all(root, mine)
         return
     for to, data in enumerate(inputs):
         if to == root:
             mine[:] = data
         else:
-            yield from send(to, data, told=True)
+            yield from _send_all(to, data, told=True)
 
 
 def all_to_all(rank: int, size: int, outputs: Sequence[memoryview], inputs: Sequence[memoryview]) -> Program:
@@ -173,21 +187,24 @@ def all_to_all(rank: int, size: int, outputs: Sequence[memoryview], inputs: Sequ
 
     At the end, `outputs[r]` is `inputs[rank]` of rank r.
     """
+    yield _expect({source: len(outputs[source]) for source in _others(rank, size)})
     for to in _others(rank, size):
-        yield from send(to, inputs[to], told=True)
+        yield from _send_all(to, inputs[to], told=True)
     outputs[rank][:] = inputs[rank]
     for source in _others(rank, size):
-        yield from receive(source, outputs[source])
+        yield from _receive_all(source, outputs[source])
 
 
 def barrier(rank: int, size: int) -> Program:
     """Wait for all: at the end, every rank has reached the barrier."""
     if size <= DIRECT_RANKS:
+        yield _expect(dict.fromkeys(_others(rank, size), 0))
         for to in _others(rank, size):
             yield Send(to, b"")
         for source in _others(rank, size):
             yield Receive(source, 0)
         return
+    yield _expect({(rank - 1) % size: 0}, steps=2)
     for lap in range(2):  # after the first lap all have arrived, after the second all know it
         if rank == 0:
             yield Send(1, b"", lap)
@@ -202,6 +219,7 @@ def monitored_barrier(rank: int, size: int) -> Program:
 
     Rank 0 waits for the other ranks in their order, so that it can name the first one that is missing.
     """
+    yield _expect(dict.fromkeys([0] if rank else range(1, size), 0))
     if rank:
         yield Send(0, b"")
         yield Receive(0, 0, tag=1)
@@ -212,27 +230,16 @@ def monitored_barrier(rank: int, size: int) -> Program:
         yield Send(to, b"", tag=1)
 
 
-def send(to: int, data: memoryview, *, told: bool = False) -> Program:
-    """Send `data` to a rank.
-
-    Of no bytes, too, there is a frame: a rank that waits for some, or for none, would not notice the difference.
-
-    Args:
-        to: The rank.
-        data: The bytes.
-        told: Whether the rank is told their number, since the operation's description does not say it.
-    """
-    if not data:
-        yield Send(to, data)
-    yield from _send(to, data, len(data) if told else 0)
+def send(to: int, data: memoryview) -> Program:
+    """Send `data` to a rank."""
+    yield _expect({})
+    yield from _send_all(to, data)
 
 
 def receive(source: int, data: memoryview) -> Program:
-    """Receive `data` from a rank; see `send`."""
-    if not data:
-        yield Receive(source, 0)
-    for part, begin, end in parts(len(data), 1):
-        data[begin:end] = yield Receive(source, end - begin, 0, part, len(data) if part == 0 else 0)
+    """Receive `data` from a rank."""
+    yield _expect({source: len(data)})
+    yield from _receive_all(source, data)
 
 
 def even_cuts(count: int, size: int) -> list[int]:
@@ -253,6 +260,21 @@ def parts(count: int, width: int) -> Iterator[tuple[int, int, int]]:
         1, -(-count // max(1, number))
     )  # so that no small part is left, which would cost as much work as the others
     return ((part, begin, min(begin + step, count)) for part, begin in enumerate(range(0, count, step)))
+
+
+def _expect(data: Mapping[int, int], *, steps: int = 1) -> Expect:
+    """Return the expectation of a program.
+
+    Args:
+        data: The most bytes, by the rank that sends them.
+        steps: In how many steps a rank sends them, each cut into `parts`.
+    """
+    return Expect(data, max(data.values(), default=0) // PART_BYTES + steps)
+
+
+def _on_the_wire(data: memoryview, reduction: Reduction) -> int:
+    """Return the size of `data` as it is sent, in bytes."""
+    return len(data) // reduction.itemsize * reduction.wire_itemsize
 
 
 def _allreduce_direct(rank: int, size: int, data: memoryview, reduction: Reduction) -> Program:
@@ -327,6 +349,28 @@ def _send_values(to: int, values: memoryview, reduction: Reduction, *, tag: int)
     width = reduction.itemsize
     for part, begin, end in parts(len(values) // width, reduction.wire_itemsize):
         yield Send(to, reduction.outgoing(values[begin * width : end * width]), tag, part)
+
+
+def _send_all(to: int, data: memoryview, *, told: bool = False) -> Program:
+    """Send `data` to a rank.
+
+    Of no bytes, too, there is a frame: a rank that waits for some, or for none, would not notice the difference.
+
+    Args:
+        to: The rank.
+        data: The bytes.
+        told: Whether the rank is told their number, since the operation's description does not say it.
+    """
+    if not data:
+        yield Send(to, data)
+    yield from _send(to, data, len(data) if told else 0)
+
+
+def _receive_all(source: int, data: memoryview) -> Program:
+    if not data:
+        yield Receive(source, 0)
+    for part, begin, end in parts(len(data), 1):
+        data[begin:end] = yield Receive(source, end - begin, 0, part)
 
 
 def _send(to: int, data: memoryview, total: int = 0) -> Program:

@@ -94,8 +94,8 @@ class Endpoint:
             members: The addresses of all ranks, of which `members[rank]` is this endpoint's.
 
         Raises:
-            RingError: The address is another one, the name's id is that of another group, or the option
-                tls_members_only is set and the members' identities are not known.
+            RingError: The address is another one, two ranks have the same one, the name's id is that of another group,
+                or the option tls_members_only is set and the members' identities are not known.
             Forked: This process is a fork of the worker.
         """
         self.home.check()
@@ -103,6 +103,8 @@ class Endpoint:
             raise RingError("tls_members_only needs a rendezvous that names the members' identities")
         if members[rank] != self.address:
             raise RingError(f"rank {rank} is {members[rank]}, and this is {self.address}", rank=rank)
+        if twice := next((one for one in members if members.count(one) > 1), ""):
+            raise RingError(f"several ranks say that they are at {twice}")  # frames would be taken for another rank's
         group = Group(
             self,
             name,

@@ -2,20 +2,31 @@
 
 Nothing here takes a lock.
 
-A program is a generator that says what it sends and what it waits for, and never how. It yields `Send`s, which never
-wait, and `Receive`s, each of which is answered with the bytes that came. So an algorithm reads from top to bottom, runs
-on whatever thread brings the data, and is tested without a network. Between a `Send` and the moment its bytes are
-copied the memory behind it must not change: a program sends a copy of what it may overwrite before the receiver can
-have answered.
+A program is a generator that says what it sends and what it waits for, and never how. It first yields what it
+`Expect`s, before anything happens; then `Send`s, which never wait, and `Receive`s, each of which is answered with the
+bytes that came. So an algorithm reads from top to bottom, runs on whatever thread brings the data, and is tested
+without a network. Between a `Send` and the moment its bytes are copied the memory behind it must not change: a program
+sends a copy of what it may overwrite before the receiver can have answered.
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from typing import NamedTuple
 
 from fedring.ring.errors import BadFrame, Mismatch
-from fedring.ring.transport.frames import Bytes, Frame
+from fedring.ring.transport.frames import FRAME_BYTES, Bytes, Frame
 
 _NOWHERE = (-1, 0, 0)  # a place of no rank, at which nothing arrives
+
+
+class Expect(NamedTuple):
+    """The most that a rank may send ahead of the program.
+
+    Frames beyond it end the generation, since they would take memory without end. A rank that is not named sends
+    nothing.
+    """
+
+    data: Mapping[int, int]  # bytes by rank; a rank that tells the total of its parts must tell this number
+    frames: int  # in which each rank sends them
 
 
 class Send(NamedTuple):
@@ -35,7 +46,6 @@ class Receive(NamedTuple):
     size: int  # exact number of bytes; -1 = any
     tag: int = 0
     part: int = 0
-    total: int = 0  # bytes of all parts, which the first one may tell; 0 = any
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -51,7 +61,7 @@ class Receive(NamedTuple):
         return self.tag == 0 and self.part == 0
 
 
-Program = Generator[Send | Receive, memoryview, None]
+Program = Generator[Expect | Send | Receive, memoryview, None]
 
 
 class Stepper:
@@ -73,8 +83,11 @@ class Stepper:
         self.ended = False
         self._program = program
         self._what, self._key, self._rank, self._signature = what, key, rank, signature
+        expected = next(program)
+        assert isinstance(expected, Expect), "a program first says what it expects"
+        self._expected = expected.data
+        self._room = {source: size + expected.frames * FRAME_BYTES for source, size in expected.data.items()}
         self._inbox: dict[tuple[int, int, int], memoryview] = {}
-        self._totals: dict[tuple[int, int, int], int] = {}  # that first parts in the inbox tell
 
     @property
     def has_what_it_waits_for(self) -> bool:
@@ -85,8 +98,8 @@ class Stepper:
         """Keep a frame until the program asks for it.
 
         Raises:
-            Mismatch: The source runs another operation.
-            BadFrame: The source has sent this part before.
+            Mismatch: The source runs another operation, or has another number of bytes for it.
+            BadFrame: The source has sent this part before, or more than the program expects of it.
         """
         head = frame.head
         place = (source, head.tag, head.part)
@@ -94,9 +107,14 @@ class Stepper:
             raise other_operation(source, frame, what=self._what, key=self._key, rank=self._rank)
         if place in self._inbox:
             raise sent_twice(source, frame, self._what)
+        # Parts of equal sizes do not show that there are more of them, or fewer.
+        if head.total and head.total != (size := self._expected.get(source, 0)):
+            raise other_size(source, head.total, size, what=self._what, key=self._key)
+        room = self._room.get(source, 0) - frame.cost
+        if room < 0 and place != self._place:  # a part that is waited for leaves at once
+            raise BadFrame(f"rank {source} sent more than {self._what} can take (key {self._key})", rank=source)
+        self._room[source] = room
         self._inbox[place] = frame.payload
-        if head.total:
-            self._totals[place] = head.total
 
     def step(self) -> Send | None:
         """Run the program until it sends, waits or ends.
@@ -112,10 +130,7 @@ class Stepper:
         answer: memoryview | None = None  # a generator takes None first, and after a Send
         if (waited := self.waiting) is not None:
             answer = self._inbox.pop(self._place)
-            told = self._totals.pop(self._place, 0) if self._totals else 0
-            # Parts of equal sizes do not show that there are more of them, or fewer.
-            if told and 0 < waited.total != told:
-                raise other_size(waited.source, told, waited.total, what=self._what, key=self._key)
+            self._room[waited.source] += FRAME_BYTES + len(answer)
             if 0 <= waited.size != len(answer):
                 raise other_size(waited.source, len(answer), waited.size, what=self._what, key=self._key)
             self.waiting, self._place = None, _NOWHERE
@@ -126,6 +141,7 @@ class Stepper:
             return None
         if isinstance(step, Send):
             return step
+        assert isinstance(step, Receive), "a program says once what it expects"
         self.waiting, self._place = step, step.place
         return None
 
@@ -133,7 +149,6 @@ class Stepper:
         """End the program, and release the memory of its tensors."""
         self._program.close()
         self._inbox.clear()
-        self._totals.clear()
         self.waiting, self._place, self.ended = None, _NOWHERE, True
 
     def without_frames(self, ranks: Iterable[int]) -> list[int]:

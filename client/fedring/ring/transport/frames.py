@@ -23,12 +23,13 @@ MAX_MESSAGE = 8 << 20
 """The limit of streams between workers alone; every other stream keeps gRPC's 4 MiB."""
 GRPC_PREFIX = 5
 """Bytes that gRPC puts before a message."""
+FRAME_BYTES = 1024
+"""Bytes of memory that a received frame takes besides its payload, at most."""
 
 _HEAD, _PADDING, _PAYLOAD = 0x0A, 0x12, 0x1A  # field number << 3 | 2
 _ALIGN = 16
 _MAX_HEAD = 127  # so that its length is one byte
 _TEXTS = 74  # characters of a head's texts, all ASCII, beside which the largest numbers of a first part fit
-_OVERHEAD = 1024  # bytes of memory that a frame takes besides its payload, at most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +42,7 @@ class Frame:
     @property
     def cost(self) -> int:
         """Bytes of memory that the frame takes, estimated from above."""
-        return _OVERHEAD + len(self.payload)
+        return FRAME_BYTES + len(self.payload)
 
     @property
     def what(self) -> str:

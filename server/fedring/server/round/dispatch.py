@@ -78,6 +78,7 @@ class Dispatch:
             schema_hash=bytes.fromhex(model.schema_hash),
             deadline_seconds=open_.job.evaluate_seconds,
             run_id=open_.command.run_id,
+            epoch=open_.command.epoch,
             residual_after=open_.command.residual_after,
             residual_after_epoch=open_.command.residual_after_epoch,
         )

@@ -19,6 +19,7 @@ from fedring.client.consent.operators import Operators
 from fedring.client.consent.orders import FILE, Orders
 from fedring.control.signing import signed_by
 from fedring.daemon.config import ConfigError
+from fedring.daemon.durable import replace_with_digest, text_after_digest
 from fedring.rpc.identity import Role
 from fedring.rpc.tls import Tls
 from fedring.server.aggregation.strategy import with_settings
@@ -354,17 +355,35 @@ def test_a_job_that_begins_again_may_continue_an_older_line_of_models(pki: Pki, 
         assert reason(lambda: site.permit(later)) == "changed_command"
 
 
+def test_a_site_that_only_evaluates_follows_a_job_that_begins_again_on_an_older_line(pki: Pki, tmp_path: Path) -> None:
+    job = job_of(evaluate=True)
+    paper, site = signed(pki, job), orders(pki, tmp_path)
+    model, second = evaluation(job, paper), command_of(job, paper, job_round=2)
+    model.epoch, model.residual_after_epoch, model.residual_after = 1, 1, 5
+    site.follow(site.permit_evaluation(model))
+    model.residual_after_epoch, model.residual_after = 0, 3
+    assert reason(lambda: site.permit_evaluation(model)) == "changed_command"  # in the same epoch
+    model.epoch = second.epoch = 2
+    site.follow(site.permit_evaluation(model))
+    assert reason(lambda: orders(pki, tmp_path).permit(second)) == "changed_command"
+    model.epoch = 1
+    assert reason(lambda: site.permit_evaluation(model)) == "replayed"
+    older = text_after_digest((tmp_path / FILE).read_bytes()).replace(b'"epoch": 2, ', b"")
+    replace_with_digest(tmp_path / FILE, older)  # as a client writes it that knows no epoch of evaluations
+    assert orders(pki, tmp_path).permit_evaluation(model).followed.epoch == 1
+
+
 def test_a_site_that_has_only_evaluated_takes_part_in_the_first_round_of_a_restored_server(
     pki: Pki, tmp_path: Path
 ) -> None:
     job = job_of(evaluate=True)
     paper, site = signed(pki, job), orders(pki, tmp_path)
-    site.follow(site.permit_evaluation(evaluation(job, paper)))
-    first = command_of(job, paper)
-    first.epoch = 0
-    assert reason(lambda: site.permit(first)) == "replayed"
-    first.epoch = 1
-    assert site.permit(first).starts_fresh
+    first, seen = command_of(job, paper), evaluation(job, paper)
+    for seen.epoch, first.epoch in ((0, 0), (3, 3)):  # an older server does not say it in an evaluation
+        site.follow(site.permit_evaluation(seen))
+        assert reason(lambda: site.permit(first)) == "replayed"
+        first.epoch += 1
+        assert site.permit(first).starts_fresh
 
 
 @pytest.mark.parametrize("field", ["schema_hash", "residual_after", "frozen_digest"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedring.client.group.job_folders import MOST_JOBS, begin_job, end_job
+from fedring.client.group.job_folders import MOST_JOBS, begin_job, end_job, name_of
 
 
 def begun(root: Path, job: str, *, at: int) -> Path:
@@ -20,16 +20,22 @@ def names(root: Path) -> set[str]:
     return {path.name for path in root.iterdir()}
 
 
-def test_the_folders_of_the_newest_jobs_are_kept(tmp_path: Path) -> None:
-    for number in range(MOST_JOBS):
-        begun(tmp_path, f"job-{number}", at=number)
-    again = begun(tmp_path, "job-0", at=MOST_JOBS)
+def test_the_folders_of_the_newest_jobs_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    jobs = [name_of("run", 0, 10 + number) for number in range(MOST_JOBS)]
+    for at, job in enumerate(jobs):
+        begun(tmp_path, job, at=at)
+    again = begun(tmp_path, jobs[0], at=MOST_JOBS)
+    assert not caplog.messages
     begin_job(tmp_path, "new")
-    assert names(tmp_path) == {"new", "job-0", *(f"job-{number}" for number in range(2, MOST_JOBS))}
+    assert names(tmp_path) == {"new", jobs[0], *jobs[2:]}
     assert (again / "1.2.0.safetensors").exists()
+    (lost,) = caplog.messages
+    assert lost.startswith("the checkpoints of job 11 are deleted")
 
 
-def test_the_folder_of_a_job_that_is_over_goes_when_another_begins(tmp_path: Path) -> None:
+def test_the_folder_of_a_job_that_is_over_goes_when_another_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = begun(tmp_path, "job", at=1)
     end_job(folder)
     begin_job(tmp_path, "job")  # its last round was not published, and comes again
@@ -38,6 +44,7 @@ def test_the_folder_of_a_job_that_is_over_goes_when_another_begins(tmp_path: Pat
     end_job(folder)
     begin_job(tmp_path, "other")
     assert names(tmp_path) == {"other"}
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("adopt", ["", "step-*.safetensors"])

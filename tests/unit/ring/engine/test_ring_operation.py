@@ -9,7 +9,7 @@ import pytest
 
 from fedring.ring.engine.home import Home
 from fedring.ring.engine.operation import Operation
-from fedring.ring.engine.program import Program, Receive, Send
+from fedring.ring.engine.program import Expect, Program, Receive, Send
 from fedring.ring.errors import BadFrame, Mismatch, PeerLost, RingError
 from fedring.ring.transport.frames import Frame, read, write
 from fedring.v1 import peer_pb2 as pb
@@ -55,11 +55,20 @@ class Wire:
         return rank in self._left
 
 
-def frame(payload: bytes = b"two", *, signature: int = zlib.crc32(WHAT.encode()), tag: int = 0) -> Frame:
-    return read(write(pb.Head(kind=pb.FRAME_KIND_DATA, key="0", signature=signature, tag=tag), payload))
+def frame(
+    payload: bytes = b"two",
+    *,
+    signature: int = zlib.crc32(WHAT.encode()),
+    tag: int = 0,
+    part: int = 0,
+    total: int = 0,
+) -> Frame:
+    head = pb.Head(kind=pb.FRAME_KIND_DATA, key="0", signature=signature, tag=tag, part=part, total=total)
+    return read(write(head, payload))
 
 
 def exchange(came: list[bytes]) -> Program:
+    yield Expect({1: 3}, frames=2)
     yield Send(1, b"one")
     came.append(bytes((yield Receive(1, 3))))
 
@@ -122,6 +131,41 @@ def test_a_part_that_comes_twice_is_an_error() -> None:
         operation.wait(0)
 
 
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("payload", [b"", b"two"])
+@pytest.mark.parametrize("source", [1, 2])
+def test_a_rank_cannot_fill_the_memory_of_an_operation(source: int, payload: bytes, early: bool) -> None:
+    flood = [(source, frame(payload, tag=1 + number)) for number in range(10)]
+    wire = Wire()
+    operation = wire.run(exchange([]), flood if early else [])
+    for one in flood:
+        operation.arrived(*one)
+    with pytest.raises(BadFrame, match=f"rank {source} sent more than {WHAT} can take") as raised:
+        operation.wait(0)
+    assert raised.value.reason == "bad_frame"
+
+
+def test_frames_that_were_used_make_room_for_others() -> None:
+    def program() -> Program:
+        yield Expect({1: 6}, frames=2)
+        for part in range(10):
+            yield Receive(1, 3, 0, part)
+
+    wire = Wire()
+    operation = wire.run(program())
+    for part in (1, 0, 3, 2, 5, 4, 7, 6, 9, 8):
+        operation.arrived(1, frame(part=part))
+    assert wire.failure is None
+
+
+@pytest.mark.parametrize("total", [2, 4])
+def test_a_rank_that_tells_another_length_is_named_before_its_parts_have_come(total: int) -> None:
+    operation = Wire().run(exchange([]))
+    operation.arrived(1, frame(tag=1, total=total))
+    with pytest.raises(Mismatch, match=f"rank 1 sent {total} bytes where {WHAT} has 3"):
+        operation.wait(0)
+
+
 def test_after_a_failure_the_program_goes_no_further() -> None:
     wire, came, ends = Wire(), list[bytes](), list[str]()
     operation = wire.run(exchange(came))
@@ -140,6 +184,7 @@ def test_waiting_for_a_failed_operation_waits_for_the_step_under_way() -> None:
     stepping, go_on, over = threading.Event(), threading.Event(), threading.Event()
 
     def program() -> Program:
+        yield Expect({1: 6}, frames=2)
         yield Receive(1, 3)
         stepping.set()
         go_on.wait()
@@ -160,6 +205,7 @@ def test_waiting_for_a_failed_operation_waits_for_the_step_under_way() -> None:
 
 def test_an_error_of_the_program_itself_ends_the_generation() -> None:
     def program() -> Program:
+        yield Expect({1: 3}, frames=1)
         yield Receive(1, 3)
         raise ValueError("it does not fit")
 
@@ -172,6 +218,7 @@ def test_an_error_of_the_program_itself_ends_the_generation() -> None:
 
 def test_an_operation_that_waits_for_a_rank_that_has_begun_is_overdue_later() -> None:
     def second_step() -> Program:
+        yield Expect({1: 3}, frames=1)
         yield Receive(1, 3, tag=1)
 
     before = time.monotonic()
@@ -198,6 +245,7 @@ def test_frames_that_were_there_before_cost_no_wait() -> None:
 
 def test_a_wait_for_a_rank_that_may_wait_itself_is_not_counted() -> None:
     def later() -> Program:
+        yield Expect({1: 3}, frames=1)
         yield Receive(1, 3, tag=1)
 
     wire = Wire()

@@ -367,6 +367,16 @@ async def test_a_report_that_replaces_another_takes_its_failure_back(host: Host)
     assert open_.unevaluated == {}
 
 
+async def test_an_evaluation_names_the_epoch_of_its_round(host: Host) -> None:
+    session = host.join("a")
+    host.store.epoch = 3  # as after three restores
+    await host.jobs.start(spec(evaluate=True, min_clients=1), "")
+    await host.offer(host.update(await host.command(session), "a"))
+    while not (event := pb.ServerEvent.FromString(await session.outbox.get())).HasField("evaluate"):
+        pass
+    assert event.evaluate.epoch == 3
+
+
 async def test_an_evaluation_that_arrives_while_its_round_ends_does_no_harm(host: Host) -> None:
     session = host.join("a")
     job, _ = await host.jobs.start(spec(evaluate=True, evaluate_seconds=0.1), "")
