@@ -41,6 +41,8 @@ def begin_job(root: Path, job: str, *, adopt: str = "") -> Path:
     """
     folder = root / job
     with suppress(OSError):  # A disk that fails ends no training: who writes checkpoints there says so.
+        with suppress(OSError):  # 1.0.0 named it without the job's id, or it did not make it
+            (root / job.partition("-")[2]).rename(folder)
         make_folder(folder)
         (folder / _OVER).unlink(missing_ok=True)
         os.utime(folder)

@@ -56,6 +56,13 @@ def test_files_of_the_first_version_go_to_a_job_that_may_have_left_them(tmp_path
     assert names(folder) == ({"step-5.safetensors"} if adopt else set())
 
 
+def test_the_folder_of_the_first_version_goes_to_its_job(tmp_path: Path) -> None:
+    job = name_of("run", 0, 7)
+    begun(tmp_path, job.removeprefix("7-"), at=1)
+    assert [each.name for each in begin_job(tmp_path, job).iterdir()] == ["1.2.0.safetensors"]
+    assert names(tmp_path) == {job}
+
+
 def test_a_job_begins_also_where_nothing_can_be_written(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     root.touch()
