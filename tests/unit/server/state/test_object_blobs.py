@@ -21,7 +21,15 @@ from fedring.server.state.blob_interfaces import Partial
 from fedring.server.state.blobs import FileBlobs, FilePartial, FileReader
 from fedring.server.state.checked import read_checked
 from fedring.server.state.failures import DamagedBlob, StorageError, StorageFailed
-from fedring.server.state.shared.object_blobs import ObjectBlobs, open_objects, state_ids
+from fedring.server.state.shared.object_blobs import (
+    PLACING,
+    ObjectBlobs,
+    open_objects,
+    placing_terms,
+    put_aside_unfinished,
+    state_ids,
+    write_object,
+)
 
 
 def opened(folder: Path, term: int, *, url: str = "") -> ObjectBlobs:
@@ -285,6 +293,24 @@ def test_a_blob_that_a_deposed_leader_still_deletes_cannot_be_put_aside_any_more
     assert (tmp_path / "objects" / "unnamed" / digests[1]).read_bytes() == b"lost"
     second.forget_unnamed(0.0)
     second.close()
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_killed_restore_puts_aside_what_it_has_replaced_or_else_what_it_has_written(
+    tmp_path: Path, committed: bool
+) -> None:
+    written = list[str]()
+    for term, data in ((1, b"replaced"), (2, b"in both"), (5, b"placed"), (7, b"of a later leader")):
+        blobs = opened(tmp_path, term)
+        written.append(sealed(blobs, data))
+        blobs.close()
+    replaced, kept, placed, later = written
+    store = open_objects((tmp_path / "objects").as_uri())
+    write_object(store, PLACING, b"4 5")
+    put_aside_unfinished(store, lambda: {kept, placed} if committed else {kept, replaced}, 5 if committed else 3)
+    left = {path.name for path in (tmp_path / "objects" / "blobs").rglob("*") if path.is_file()}
+    assert left == ({kept, placed, later} if committed else {replaced, kept, later})
+    assert not placing_terms(store)
 
 
 def test_a_blob_that_is_too_large_for_one_copy_is_put_aside_part_by_part(

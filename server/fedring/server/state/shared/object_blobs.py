@@ -9,6 +9,7 @@ damage of the object itself is damage of the blob.
     <prefix>/blobs/<term>/<digest>   a blob
     <prefix>/unnamed/<digest>        one that no row named when a server started
     <prefix>/placing                 the terms in which a restore has begun to write blobs, and has not ended
+                                     (the database says in which of them it was committed, see `PLACED`)
 """
 
 import logging
@@ -40,6 +41,9 @@ NO_STATE = "none"
 
 PLACING = "placing"
 """The key of the terms of restores that have not ended."""
+
+PLACED = "placed_in"
+"""The name, in the table `meta`, of the term in which a restore or a move has brought the state."""
 
 _THREADS = 16  # requests at a time
 _PART_BYTES = 8 << 20
@@ -277,24 +281,27 @@ def delete_objects(store: ObjectStore, keys: Collection[str]) -> None:
                 obstore.delete(store, key)
 
 
-def put_aside_unfinished(store: ObjectStore, named: Callable[[], Collection[str]]) -> None:
+def put_aside_unfinished(store: ObjectStore, named: Callable[[], Collection[str]], placed: int) -> None:
     """Move blobs of killed restores below unnamed/.
 
-    A server would take newer models of its own run among them for lost commits.
+    If one was committed, these are the blobs that it has replaced. A server would take newer models of its own run
+    among them for lost commits.
 
     Args:
         store: The object store.
         named: Returns the blobs that rows name: a restore may have ended all the same.
+        placed: The term in which the state that is there was placed; 0 = it began here.
 
     Raises:
         StorageFailed: The object store cannot be used now.
     """
     if not (terms := placing_terms(store)):
         return
-    kept = named()
+    kept, replaced = named(), placed if placed in terms else 0
     with as_storage_errors():
         for digest, keys in list_blobs(store).items():
-            if digest not in kept and {term_of(key) for key in keys} <= terms:
+            written = {term_of(key) for key in keys}
+            if digest not in kept and (written <= terms or max(written) <= replaced):
                 move_aside(store, digest, keys)
         delete_objects(store, [PLACING])
 
