@@ -28,6 +28,7 @@ def test_a_database_that_restarts_in_mid_round_loses_nothing(tmp_path: Path) -> 
         ):
             job.start(fleet)
             for number, mode in enumerate(modes):
+                fleet.until_the_standby_waits()  # one that starts without a database ends
                 clients.allow_rounds(ROUNDS_EACH * (number + 1))
                 wait(rng.uniform(0, LONGEST))
                 clients.server_is_up.clear()

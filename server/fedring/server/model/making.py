@@ -197,10 +197,11 @@ class ModelMaker:
                 payloads.append(sent.read)
 
             def check() -> None:
+                lost = [(row, damage) for row, sent in checked for damage in find_damage([sent])]
+                judged = [self._blobs.judge(damage) for _, damage in lost]  # all copies are looked at together
                 for damage in find_damage(files.opened):
                     raise self._versions.damage_of(base, damage)
-                lost = [(row, damage) for row, sent in checked for damage in find_damage([sent])]
-                for error in [self._blobs.judge(damage) for _, damage in lost]:
+                for error in judged:
                     if not isinstance(error, DamagedBlob):
                         raise error
                 if lost:
