@@ -59,8 +59,9 @@ def test_a_failover_of_the_database_is_told_if_it_may_have_lost_updates(tmp_path
         until(lambda: ask(database, published.format(ROUNDS_EACH + 1)))
         clients.server_is_up.clear()
         primary.stop()
+        fleet.server.wait()
+        fleet.standby.kill()  # it would wait for the same database
         for server in (fleet.server, fleet.standby):
-            server.wait()
             server.settings["state_url"] = in_cluster(database, replica)
         if not synchronous:
             replica.start()

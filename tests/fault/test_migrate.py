@@ -46,9 +46,9 @@ def place(tmp_path: Path) -> Place:
 
 
 def moved_rows(place: Place) -> dict[str, list[object]]:
-    """Return the rows of a moved state, but for the note of its move."""
+    """Return the rows of a moved state, but for the notes of its move."""
     found = place.rows()
-    return found | {"meta": [row for row in found["meta"] if row[0] != "moved_by"]}
+    return found | {"meta": [row for row in found["meta"] if row[0] not in ("moved_by", "placed_in")]}
 
 
 def starts(state: Path) -> bool:

@@ -6,7 +6,7 @@ import random
 import shutil
 import tracemalloc
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,9 +16,16 @@ from sqlalchemy import NullPool, create_engine, insert
 from fedring.codec.digest import name_of
 from fedring.control.calls import Events
 from fedring.daemon.config import ConfigError
-from fedring.daemon.crash import PLACING
+from fedring.daemon.crash import PLACING, REPLACING
 from fedring.daemon.exits import Exit
-from fedring.server.state.backup.contents import BackupError, Manifest, NamedBlob, digest_of
+from fedring.server.state.backup.contents import (
+    BackupError,
+    Contents,
+    Manifest,
+    NamedBlob,
+    digest_of,
+    read_contents,
+)
 from fedring.server.state.backup.create import back_up
 from fedring.server.state.backup.restore import restore
 from fedring.server.state.failures import StorageFailed
@@ -151,6 +158,31 @@ def test_a_server_starts_on_an_older_backup_of_its_own_run(place: Place, tmp_pat
     restore_shared(tmp_path / "copy", place.state_url, place.blob_url, replace=True)
     with Fleet(tmp_path / "two", place.settings) as fleet, Control(fleet.control) as control:
         assert control.models(limit=1)[0].version == manifest.newest_model
+
+
+@pytest.mark.parametrize("point", REPLACING)
+def test_a_server_starts_after_a_killed_restore_of_an_older_backup_of_its_own_run(
+    made: Path, with_copy: Place, tmp_path: Path, point: str
+) -> None:
+    """If it is killed behind its commit, the models that it has replaced are no lost commits of the older state."""
+    with (
+        Fleet(tmp_path / "one", with_copy.settings) as fleet,
+        Control(fleet.control) as control,
+        WireClient(fleet.listen, "a") as a,
+        WireClient(fleet.listen, "b") as b,
+    ):
+        events = control.events()
+        for seed, client in enumerate((b, a, b)):
+            push(client, seed)
+        until_published(control, events, 5)
+    kill(point, "restore", made / "copy", *with_copy.words, "--replace")
+    committed = REPLACING.index(point) >= REPLACING.index("shared_rows_committed")
+    with Fleet(tmp_path / "two", with_copy.settings) as fleet, Control(fleet.control) as control:
+        assert control.models(limit=1)[0].version == (3 if committed else 5)
+    named = {str(name) for (name,) in with_copy.ask("SELECT blob FROM models")}
+    kept = {Path(key).name for key in with_copy.objects() if key.startswith("blobs/")}
+    assert named <= kept
+    assert "placing" not in with_copy.objects()
 
 
 @pytest.mark.parametrize("point", [point for point in PLACING if point != "shared_rows_committed"])
@@ -330,6 +362,63 @@ def test_a_backup_of_a_damaged_object_fails(how: str, with_copy: Place, tmp_path
     with pytest.raises(BackupError, match=f"blobs/{name}, of model 2, "):
         back_up_shared(with_copy, tmp_path / "copy")
     assert not list(tmp_path.glob("copy*"))
+
+
+def test_a_backup_during_restores_that_fail_is_that_of_the_state_that_stays(
+    made: Path, with_other: Place, tmp_path: Path
+) -> None:
+    """It has listed the objects that a failing restore then deletes, again and again."""
+    before = with_other.rows()
+    with shared_source(with_other.state_url, with_other.blob_url) as source:
+
+        class DuringRestores:
+            size_of, copy_blob = source.size_of, source.copy_blob
+
+            def snapshot(self, copy: Path) -> Contents:
+                found = source.snapshot(copy)
+                with suppress(KeyError), led_place(with_other.state_url, with_other.blob_url) as led:
+                    led.announce(found.state_id)
+                    led.put_blobs(with_other.folder / "examined" / "blobs", found.blobs, lambda done, total: None)
+                    found = source.snapshot(copy)
+                    raise KeyError
+                return found
+
+        back_up(DuringRestores(), tmp_path / "copy")
+    assert rows(tmp_path / "copy") == before
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "is done"])
+def test_a_backup_that_begins_while_a_restore_ends_is_that_of_the_state_that_is_there(
+    made: Path, with_other: Place, tmp_path: Path, fails: bool
+) -> None:
+    waiting = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    contents = read_contents(made / "copy" / "facts.sqlite")
+    with ThreadPoolExecutor(1) as threads:
+        backups = list[Future[Manifest]]()
+
+        def begin() -> None:
+            backups.append(threads.submit(back_up_shared, with_other, tmp_path / "copy"))
+            until(lambda: with_other.ask(waiting))
+            if fails:
+                raise KeyError
+
+        with suppress(KeyError), led_place(with_other.state_url, with_other.blob_url) as led:
+            led.announce(contents.state_id)
+            led.put_blobs(made / "copy" / "blobs", contents.blobs, lambda done, total: None)
+            led.put_rows(made / "copy" / "facts.sqlite", contents.state_id, (), begin)
+            led.put_aside(contents.blobs)
+        assert backups[0].result().newest_model == (2 if fails else 3)
+
+
+def test_a_backup_takes_an_older_object_if_the_newest_one_is_damaged(with_copy: Place, tmp_path: Path) -> None:
+    ((name,),) = with_copy.ask("SELECT blob FROM models WHERE version = 2")
+    file = object_of(with_copy, name)
+    later = file.parents[1] / str(int(file.parent.name) + 1) / file.name
+    later.parent.mkdir()
+    later.write_bytes(file.read_bytes())
+    flip(later)
+    back_up_shared(with_copy, tmp_path / "copy")
+    assert (tmp_path / "copy" / "blobs" / str(name)).read_bytes() == file.read_bytes()
 
 
 def test_a_backup_of_a_changed_row_fails(with_copy: Place, tmp_path: Path) -> None:

@@ -28,15 +28,15 @@ def test_a_database_that_restarts_in_mid_round_loses_nothing(tmp_path: Path) -> 
         ):
             job.start(fleet)
             for number, mode in enumerate(modes):
+                fleet.until_the_standby_waits()  # one that starts without a database ends
                 clients.allow_rounds(ROUNDS_EACH * (number + 1))
                 wait(rng.uniform(0, LONGEST))
                 clients.server_is_up.clear()
                 cluster.stop(mode)
-                for server in (fleet.server, fleet.standby):
-                    assert wait_for(fleet, f"the end of {server.name}", server.wait) == Exit.TRY_AGAIN
+                assert wait_for(fleet, "the end of the leader", fleet.server.wait) == Exit.TRY_AGAIN
                 cluster.start()
-                fleet.start_server()
-                fleet.start_standby()
+                fleet.until_the_standby_leads()
+                fleet.take_turns()
                 clients.server_is_up.set()
             job.end(fleet, clients)
             job.check(SharedState(fleet.database, str(fleet.server.settings["blob_url"])))

@@ -1,16 +1,20 @@
 """Two servers of one shared state: one leads, and the other takes over, whatever happens to the first."""
 
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from sqlalchemy import NullPool, create_engine, text
 
 from fedring.control.failure import Failure
 from fedring.daemon.durable import text_after_digest
 from fedring.daemon.exits import Exit
+from fedring.rpc.health import ALIVE
 from fedring.rpc.leader_term import NewestTerm, refusing_old_terms_sync
 from fedring.v1 import control_pb2
 from tests import postgres
@@ -18,6 +22,7 @@ from tests.fault.counted_updates import SharedState
 from tests.fault.faulty_fleet import SECONDS, StartedJob, wait_for
 from tests.fault.two_servers import TwoServers, terms
 from tests.fleets import Control, until_watching
+from tests.waiting import until
 
 JOB: dict[str, Any] = {"rounds": 6, "min_clients": 2, "deadline_seconds": 240, "subset_size": 20}
 
@@ -118,17 +123,57 @@ def test_a_bucket_of_another_state_is_refused(tmp_path: Path, database: str) -> 
     fleet.stop()
 
 
-def test_a_leader_whose_database_restarts_ends_and_can_start_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["fast", "immediate"])
+def test_a_leader_whose_database_restarts_ends_and_the_standby_waits_for_it_and_leads(
+    tmp_path: Path, mode: str
+) -> None:
     cluster = postgres.Cluster(postgres.folder_for_anybody())
     try:
-        with TwoServers(tmp_path, cluster.new_database()) as fleet:
-            cluster.stop("fast")
-            assert fleet.server.wait() == Exit.TRY_AGAIN
-            assert fleet.standby.wait() == Exit.TRY_AGAIN
-            cluster.start()
-            fleet.start_server()
+        with TwoServers(tmp_path, cluster.new_database(), apart=True) as fleet:
+            log = fleet.standby.log
+            until(lambda: "answers what can be read" in log.read_text())
+            address = str(fleet.standby.settings["control_listen"])
+            with Control(address) as standby, grpc.insecure_channel(address) as channel:
+                assert standby.status().not_serving == f"it waits as a standby: {fleet.listen} leads"
+                cluster.stop(mode)
+                assert fleet.server.wait() == Exit.TRY_AGAIN
+                until(lambda: "goes on waiting: the database cannot be used now" in log.read_text())
+                with pytest.raises(Failure, match="the shared state cannot be read now"):
+                    standby.status()
+                stub: Any = HealthStub(channel)
+                assert stub.Check(HealthCheckRequest()).status == HealthCheckResponse.NOT_SERVING
+                assert stub.Check(HealthCheckRequest(service=ALIVE)).status == HealthCheckResponse.SERVING
+                cluster.start()
+            fleet.until_the_standby_leads()
+            assert log.read_text().count("goes on waiting") == 1
+            assert log.read_text().count("the database can be used again") == 1
     finally:
         cluster.stop()
+
+
+def test_a_standby_whose_sessions_are_ended_goes_on_waiting(tmp_path: Path, database: str) -> None:
+    with TwoServers(tmp_path, database, apart=True) as fleet:
+        log = fleet.standby.log
+        until(lambda: "answers what can be read" in log.read_text())
+        engine = create_engine(database, poolclass=NullPool)
+        with engine.begin() as connection:
+            connection.execute(
+                text(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() "
+                    "AND pid <> pg_backend_pid() AND pid NOT IN (SELECT pid FROM leader) AND state = 'idle'"
+                )
+            )
+        until(lambda: "the database can be used again" in log.read_text())
+        with Control(str(fleet.standby.settings["control_listen"])) as standby:
+
+            def waits() -> bool:
+                with suppress(Failure):  # whoever is the first to read over the ended session
+                    return standby.status().not_serving == f"it waits as a standby: {fleet.listen} leads"
+                return False
+
+            until(waits)
+        with Control(fleet.control) as control:
+            until(lambda: len(control.status().leadership.standbys) == 1)
 
 
 def test_a_leader_that_another_one_has_replaced_writes_nothing_more(tmp_path: Path, database: str) -> None:

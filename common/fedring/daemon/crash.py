@@ -42,6 +42,9 @@ PLACING = (
 )
 """The crash points in `flctl restore` and `flctl migrate` into a database, in their order."""
 
+REPLACING = (*PLACING, "shared_object_aside")
+"""The crash points in a restore into a database that replaces a state."""
+
 MOVING = (*PLACING, "migrate_placed", "migrate_moved_aside")
 """The crash points in `flctl migrate`, in their order."""
 

@@ -12,7 +12,7 @@ from fedring.daemon.notify import sd_notify
 from fedring.rpc.address import ANY_HOST
 from fedring.server.config import ServerConfig
 from fedring.server.state.facts import Facts
-from fedring.server.state.failures import StorageFailed
+from fedring.server.state.failures import Deposed, StorageFailed
 from fedring.server.state.lead import Lead
 from fedring.server.state.noise_secret import erase_noise_secrets
 from fedring.server.state.shared.leadership import (
@@ -83,6 +83,8 @@ async def _wait(
 ) -> AsyncIterator[Lead | DatabaseSession]:
     """Try again and again to lead.
 
+    A database that fails is waited for: a session that does not lead has nothing to lose.
+
     Yields:
         Who leads, always the same object, after each attempt; at last the session that leads.
 
@@ -92,7 +94,13 @@ async def _wait(
     (name, control), heard = addresses_of(config), (0, 0.0)
     lead = Lead(here=False, leader="")
     while not stop.is_set():
-        found = await asyncio.to_thread(attempt, session, name, control)
+        try:
+            found = await asyncio.to_thread(_look, session, name, control)
+        except (Deposed, StorageFailed) as error:
+            found = None
+            _tell(lead, f"the database cannot be used now: {getattr(error, 'why', error)}")
+        else:
+            _tell(lead, "")
         if isinstance(found, DatabaseSession):
             yield found
             return
@@ -105,13 +113,32 @@ async def _wait(
                 # The rounds that this server may have begun are the other one's now, and none goes on with their noise.
                 erase_noise_secrets(config.state_dir)
                 log.info("waits as a standby: %s leads", found.name)
-                sd_notify(f"READY=1\nSTATUS=waits as a standby: {found.name} leads")
-            lead.leader, lead.control, lead.term, lead.since = found.name, found.control, found.term, found.since
-            await asyncio.to_thread(wait_beside, session, name)
+                lead.leader = found.name
+                sd_notify(f"READY=1\nSTATUS={lead.why_waits}")
+            lead.control, lead.term, lead.since = found.control, found.term, found.since
             yield lead
         sd_notify("WATCHDOG=1")
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _TRY_SECONDS)
+
+
+def _look(session: DatabaseSession, name: str, control: str) -> DatabaseSession | Leader | None:
+    """Try to lead, or else tell the leader that this server waits."""
+    found = attempt(session, name, control)
+    if isinstance(found, Leader) and found.name != name:
+        wait_beside(session, name)
+    return found
+
+
+def _tell(lead: Lead, fault: str) -> None:
+    """Tell of a failure of the database when it begins and ends."""
+    if fault and not lead.fault:
+        log.warning("goes on waiting: %s", fault)
+    elif lead.fault and not fault:
+        log.info("the database can be used again")
+    if bool(fault) != bool(lead.fault):
+        lead.fault = fault
+        sd_notify(f"STATUS={lead.why_waits}")
 
 
 def check_shared(config: ServerConfig) -> list[str]:

@@ -28,7 +28,7 @@ from fedring.server.parts import Parts, assemble
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
-from fedring.server.state.failures import Deposed, StorageError, StorageFailed
+from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.files import SHARED
 from fedring.server.state.lead import Lead
 from fedring.server.state.shared.leadership import open_reader
@@ -50,6 +50,8 @@ _READS = frozenset(
 async def stand_by(config: ServerConfig, lead: Lead, most: Shares) -> None:
     """Answer reads, until cancelled.
 
+    A database that cannot be read for a while is waited for, as whoever is cancelling this does.
+
     Args:
         config: Of the server. Its port for health checks stays closed, by which a balancer may know the leader.
         lead: Who leads, kept up to date by the caller.
@@ -57,8 +59,16 @@ async def stand_by(config: ServerConfig, lead: Lead, most: Shares) -> None:
 
     Raises:
         ConfigError: The state is another version's, or the folder is in use.
-        Deposed: The database cannot be read any more.
     """
+    while True:
+        try:
+            return await _answer(config, lead, most)
+        except StorageFailed as error:  # between its opening and the first look of `_follow`
+            log.debug("answers nothing yet: %s", error)
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def _answer(config: ServerConfig, lead: Lead, most: Shares) -> None:
     quiet = config.model_copy(update={"audit_chain": False})
     with ExitStack() as stack:
         try:
@@ -103,8 +113,10 @@ def _open_store(url: str, lead: Lead) -> Store | None:
         if error.reason == "older_state":  # this server migrates it, once it leads
             log.debug("answers nothing while %s leads: %s", lead.leader, error)
             return None
-        if isinstance(error, StorageFailed) or error.reason == "database":  # as when it is restarted at this moment
-            raise Deposed(f"the shared state cannot be read: {error}") from error
+        if isinstance(error, StorageFailed):
+            raise
+        if error.reason == "database":  # as when it is restarted at this moment
+            raise StorageFailed("disk_error", str(error)) from error
         raise ConfigError(f"the shared state cannot be used: {error}") from error
 
 
@@ -117,10 +129,10 @@ async def _serve(parts: Parts, ports: Ports, lead: Lead) -> None:
     starting = asyncio.ensure_future(_start(ports.servers))
     try:
         await asyncio.shield(starting)
-        await ports.health.set(serving=False, why=f"it waits as a standby: {lead.leader} leads")
+        await ports.health.set(serving=False, why=lead.why_waits)
         log.info("answers what can be read at %s", ports.addresses["control"], extra=ports.addresses)
         async with asyncio.TaskGroup() as tasks:
-            for work in (*ports.works(), _follow(parts, ports)):
+            for work in (*ports.works(), _follow(parts, ports, lead)):
                 tasks.create_task(work)
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
@@ -131,27 +143,39 @@ async def _serve(parts: Parts, ports: Ports, lead: Lead) -> None:
         await asyncio.gather(*(server.stop(None) for server in ports.servers), *(page.stop(0) for page in ports.pages))
 
 
-async def _follow(parts: Parts, ports: Ports) -> NoReturn:
-    """Read the newest facts again and again.
+async def _follow(parts: Parts, ports: Ports, lead: Lead) -> NoReturn:
+    """Read the newest facts again and again, and set the health.
 
-    Raises:
-        Deposed: The database cannot be read any more.
+    While the facts cannot be read, those that are known stay.
     """
-    facts, store, rounds, jobs = parts.facts, parts.facts.store, parts.rounds, parts.jobs
-    listings = Listings(facts)
-    try:
-        parts.journal.begin(await facts.db(store.events.last_id))
-        while True:
-            rounds.latest = next(iter(await facts.db(store.models.newest, 1)), None)
-            rounds.last = next(iter(await facts.db(store.rounds.newest, 1)), None)
-            jobs.running = {row.job_id: row for row in await facts.db(store.jobs.running)}
-            jobs.waiting = len(await facts.db(store.jobs.queued))
-            for event in await listings.events(parts.journal.last_id, MAX_ID):
-                parts.journal.repeat(event)
-            await ports.security.tokens.load()
-            await asyncio.sleep(_LOOK_SECONDS)
-    except StorageError as error:
-        raise Deposed(f"the shared state cannot be read: {error}") from error
+    facts, begun, last = parts.facts, False, ""
+    while True:
+        fault = ""
+        try:
+            if not begun:
+                parts.journal.begin(await facts.db(facts.store.events.last_id))
+                begun = True
+            await _read(parts, ports)
+            facts.storage.mend()
+        except StorageError as error:
+            fault = str(error)
+            if fault != last and not isinstance(error, StorageFailed):  # what passes is told by whoever tries to lead
+                log.warning("the shared state cannot be read: %s", error)
+        last = fault
+        why = lead.why_waits if lead.fault or not fault else f"{lead.why_waits}; {fault}"
+        await ports.health.set(serving=False, why=why)
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def _read(parts: Parts, ports: Ports) -> None:
+    facts, store, rounds, jobs, journal = parts.facts, parts.facts.store, parts.rounds, parts.jobs, parts.journal
+    rounds.latest = next(iter(await facts.db(store.models.newest, 1)), None)
+    rounds.last = next(iter(await facts.db(store.rounds.newest, 1)), None)
+    jobs.running = {row.job_id: row for row in await facts.db(store.jobs.running)}
+    jobs.waiting = len(await facts.db(store.jobs.queued))
+    for event in await Listings(facts).events(journal.last_id, MAX_ID):
+        journal.repeat(event)
+    await ports.security.tokens.load()
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,8 @@ class ModelVersions:
         damage = changed(row.blob) if isinstance(error, CodecError) else unreadable(row.blob, error)
         if not isinstance(damage, DamagedBlob) or isinstance(damage, DamagedModel):
             return damage
+        if not isinstance(judged := self._blobs.judge(damage), DamagedBlob):
+            return judged
         same = (each.version for each in self._rows.values() if each.schema_hash == row.schema_hash)
         other = max((version for version in same if version != row.version), default=0)
         advice = f"start a job with start = {other}, or restore a backup" if other else "restore a backup"
@@ -158,6 +160,9 @@ class ModelVersions:
         """Return the number of the round that made a blob's model.
 
         0 if it is no such model of this run.
+
+        Raises:
+            StorageFailed: if it cannot be read now.
         """
         try:
             with self._blobs.reader(digest) as blob:
@@ -165,6 +170,8 @@ class ModelVersions:
                 if not model.schema.num_parameters or model.metadata.get("run_id") != run_id:
                     return 0
                 return int(model.metadata.get("round", "0"))
+        except StorageFailed:
+            raise
         except (CodecError, StorageError, ValueError):  # it may hold anything that a client has sent
             return 0
 
@@ -172,8 +179,9 @@ class ModelVersions:
         try:
             with self._blobs.reader(digest) as blob:
                 CheckedReader(blob.read, blob.size, digest).check()
-        except StorageFailed:
-            raise
-        except StorageError:
+        except StorageError as error:
+            judged = self._blobs.judge(error) if isinstance(error, DamagedBlob) else error
+            if isinstance(judged, StorageFailed):
+                raise judged from error
             return False
         return True

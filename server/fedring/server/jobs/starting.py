@@ -87,7 +87,7 @@ async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[M
             await facts.db(facts.commit_model, wanted, _note, facts, job, wanted, rows, wanted)
     elif not await facts.db(_note_kept, facts, job, wanted, rows):
         return await begin(facts, models, job, spec)
-    models.versions.remember(wanted)  # one that was damaged when the server started is not known yet
+    await facts.work(models.versions.remember, wanted)  # one that was damaged when the server started is not known yet
     return wanted, seeded, why
 
 
@@ -139,7 +139,7 @@ async def base_of(facts: Facts, models: Models, job: JobRow) -> ModelRow:
     base = await _last_of(facts, job)
     if base is None:
         raise StorageError("unknown_model", f"the model of job {job.job_id} is gone: start a job anew")
-    models.versions.remember(base)
+    await facts.work(models.versions.remember, base)
     return base
 
 

@@ -293,6 +293,8 @@ class Downloads:
             The error of the caller that was to get its delta.
         """
         damage = unreadable(row.delta_blob, error)
+        if isinstance(damage, DamagedBlob):
+            damage = self._blobs.judge(damage)
         if not isinstance(damage, DamagedBlob):
             return damage
         self._versions.drop_delta(row)

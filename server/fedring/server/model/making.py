@@ -32,7 +32,7 @@ from fedring.server.model.transforms.listing import RoundSteps, transforms_of
 from fedring.server.model.transforms.transform import ClosedRound
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader, find_damage
-from fedring.server.state.failures import DamagedUpdates, StorageError
+from fedring.server.state.failures import DamagedBlob, DamagedUpdates, StorageError
 from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.train.jobs.job import Job
 from fedring.train.names.offered import Offered, collect
@@ -197,10 +197,15 @@ class ModelMaker:
                 payloads.append(sent.read)
 
             def check() -> None:
+                lost = [(row, damage) for row, sent in checked for damage in find_damage([sent])]
+                judged = [self._blobs.judge(damage) for _, damage in lost]  # all copies are looked at together
                 for damage in find_damage(files.opened):
                     raise self._versions.damage_of(base, damage)
-                if lost := [(row, damage.what) for row, sent in checked for damage in find_damage([sent])]:
-                    raise DamagedUpdates(lost)
+                for error in judged:
+                    if not isinstance(error, DamagedBlob):
+                        raise error
+                if lost:
+                    raise DamagedUpdates((row, damage.what) for row, damage in lost)
 
             try:
                 contributions = [

@@ -79,7 +79,8 @@ class RoundOpener:
             SeamError: if the job's own code fails.
         """
         facts, spec = self._facts, job.spec
-        small = self._models.downloads.small(base, spec)  # before there is a row: it may fail, and be tried again
+        # Before there is a row: it may fail, and be tried again.
+        small = await facts.work(self._models.downloads.small, base, spec)
         settings, failure = await self._settings(job)
         wanted = RoundRow(0, job.row.job_id, job_round, Phase.WAITING, time.time(), base.version, settings=settings)
         row = await facts.db(facts.store.rounds.create, wanted)
@@ -99,8 +100,8 @@ class RoundOpener:
         base = await facts.db(facts.store.models.get, row.base_version)
         if base is None:
             raise StorageError("missing_model", f"round {row.round} starts from model {row.base_version}, now gone")
-        self._models.versions.remember(base)
-        small = self._models.downloads.small(base, spec)
+        await facts.work(self._models.versions.remember, base)
+        small = await facts.work(self._models.downloads.small, base, spec)
         rules = rules_of(spec, grace=self._config.lost_after_seconds)
         seconds = rd.seconds(rules, Phase(row.phase))
         elapsed = 0.0 if row.seconds_left is None else max(0.0, seconds - row.seconds_left)

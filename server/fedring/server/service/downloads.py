@@ -160,13 +160,7 @@ class ModelStreams:
         """
         try:
             with ExitStack() as files:
-
-                def opened() -> Download:  # a call that is cancelled meanwhile closes it, too
-                    return files.enter_context(self._downloads.open(request))
-
-                # Ranges are digested when they are opened, and objects are fetched, which takes long.
-                slow = request.ranges or self._facts.lead is not None
-                download = await self._facts.work(opened) if slow else opened()
+                download = await self._opened(request, files)
                 header, total = download.header, download.header.total_bytes
                 start = _start_of(request, header)
                 yield pb.ModelBlob(header=header)
@@ -189,6 +183,14 @@ class ModelStreams:
             await self._damaged(error)
             raise
 
+    async def _opened(self, request: pb.FetchModelRequest, files: ExitStack) -> Download:
+        def opened() -> Download:  # a call that is cancelled meanwhile closes it, too
+            return files.enter_context(self._downloads.open(request))
+
+        # Ranges are digested when they are opened, and objects are fetched, which takes long.
+        slow = request.ranges or self._facts.lead is not None
+        return await self._facts.work(opened) if slow else opened()
+
     async def _together(
         self, request: pb.FetchModelRequest, call: object, payload: _Payload
     ) -> AsyncGenerator[bytes, None]:
@@ -200,7 +202,7 @@ class ModelStreams:
                 message = payload.message(call)
                 if message is None:  # the others are too far ahead
                     if own is None:
-                        own = files.enter_context(self._downloads.open(request))
+                        own = await self._opened(request, files)
                     message = _message(own, offset) if own.header == header else b""
                     if not payload.is_same(call, message):
                         await self._facts.work(own.check)  # raises the error of a damaged model

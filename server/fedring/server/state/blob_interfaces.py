@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from fedring.server.state.failures import DamagedBlob, StorageError
+
 
 @dataclass(frozen=True, slots=True)
 class DiskSpace:
@@ -147,6 +149,14 @@ class Blobs(Protocol):
 
     def has(self, digest: str) -> bool:
         """Return whether a blob is there, as far as is known."""
+        ...
+
+    def judge(self, damage: DamagedBlob) -> StorageError:
+        """Return the error for damage of a blob that was found.
+
+        It is `damage` itself, or a StorageFailed if only a copy may be damaged, which is then looked at and made anew.
+        It takes no time.
+        """
         ...
 
     def delete(self, digest: str) -> None:

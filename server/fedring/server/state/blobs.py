@@ -18,7 +18,7 @@ from typing import Self
 from fedring.codec.digest import Digest, is_name, name_of
 from fedring.daemon.crash import crashpoint
 from fedring.server.state.blob_interfaces import DiskSpace, Partial, by_range
-from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
+from fedring.server.state.failures import DamagedBlob, FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.files import BLOBS, PARTIAL, UNNAMED
 
 log = logging.getLogger(__name__)
@@ -223,6 +223,9 @@ class FileBlobs:
 
     def has(self, digest: str) -> bool:
         return self._path(digest).exists()
+
+    def judge(self, damage: DamagedBlob) -> StorageError:
+        return damage
 
     def delete(self, digest: str) -> None:
         _remove(self._path(digest))

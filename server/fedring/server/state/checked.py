@@ -12,6 +12,9 @@ from fedring.codec.digest import Digest, is_called
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.failures import DamagedBlob, StorageError, StorageFailed
 
+CHANGED = "does not hold what was written to it"
+"""What is wrong with bytes that have another digest: a clause that follows their name."""
+
 _STEP = 1 << 20  # bytes that are read at a time for the digest alone
 _AHEAD = 4  # ranges by which one thread may be ahead of another
 _ROOM = 32 << 20  # bytes that may wait for earlier bytes, in all readers of one walk
@@ -142,7 +145,7 @@ def changed(digest: str) -> DamagedBlob:
 
     A blob is named by its digest.
     """
-    return DamagedBlob(digest, "does not hold what was written to it")
+    return DamagedBlob(digest, CHANGED)
 
 
 def unreadable(digest: str, error: StorageError) -> StorageError:

@@ -14,6 +14,7 @@ class Lead:
         term: The number of its term.
         since: When that began, by the database's clock, in seconds since 1970.
         standbys: The names of the servers that wait to lead.
+        fault: Why it cannot be found out now who leads; empty while it can.
     """
 
     here: bool
@@ -22,6 +23,12 @@ class Lead:
     term: int = 0
     since: float = 0.0
     standbys: tuple[str, ...] = ()
+    fault: str = ""
+
+    @property
+    def why_waits(self) -> str:
+        """Why this server does not serve, for people."""
+        return f"it waits as a standby: {self.fault or f'{self.leader} leads'}"
 
 
 def absent(lead: Lead | None) -> str:

@@ -14,7 +14,9 @@ from tests import postgres
 from tests.waiting import until
 
 from fedring.server import main, serving
+from fedring.server.leading import _wait as leading_of
 from fedring.server.state.failures import Deposed, StorageFailed
+from fedring.server.state.lead import Lead
 from fedring.server.state.shared import leadership
 from fedring.server.state.shared.leadership import DatabaseSession, Leader, attempt, open_reader, open_session
 from fedring.server.state.shared.replication import is_synchronous, may_have_lost_commits, note_timeline
@@ -77,8 +79,8 @@ def test_a_database_that_has_gone_is_told_as_the_end_of_its_session_however_ofte
         cluster.stop()
 
 
-def test_a_database_that_refuses_a_standbys_connection_lets_it_start_again(tmp_path: Path) -> None:
-    with pytest.raises(Deposed, match="the shared state cannot be read"):
+def test_a_database_that_refuses_a_standbys_connection_lets_it_try_again(tmp_path: Path) -> None:
+    with pytest.raises(StorageFailed, match="the shared state cannot be read now"):
         open_reader(f"postgresql://fedring@/fedring?host={tmp_path}")  # where nobody listens, as during a restart
 
 
@@ -128,6 +130,63 @@ def test_the_session_of_a_silent_leader_is_ended(monkeypatch: pytest.MonkeyPatch
     second.check()
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["the first", "a later one"])
+def test_a_server_whose_machine_goes_between_its_lock_and_its_term_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    address = postgres.shared().new_database()
+    if before:
+        (earlier := leading(open_session(address), "before")).close()
+        assert earlier.term
+    one, two = open_session(address), open_session(address)
+    with one.engine.begin() as connection:
+        assert connection.execute(text(f"SELECT pg_try_advisory_lock({leadership.LOCK})")).scalar_one()
+    assert attempt(two, "two") is None, "it may just be about to begin its term"
+    monkeypatch.setattr(leadership, "SILENT_SECONDS", -1.0)
+    until(lambda: isinstance(attempt(two, "two"), DatabaseSession))
+    for session in (one, two):
+        session.close()
+
+
+@pytest.mark.parametrize("state", ["57P01", "08P01"])
+def test_a_standby_whose_database_fails_goes_on_waiting_and_says_so_once(
+    tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It asks twice a second, and not all the time."""
+    caplog.set_level("INFO")
+    address = postgres.shared().new_database()
+    first, waiting = leading(open_session(address), "one"), open_session(address)
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "state").mkdir()
+    keys = [f"state_dir={tmp_path / 'state'}", f"state_url={address}", f"blob_url={(tmp_path / 'objects').as_uri()}"]
+    asked, refused = list[float](), 4
+
+    def refuse(_connection: object, _cursor: object, statement: str, values: object, *_: object) -> tuple[str, object]:
+        if "pg_try_advisory_lock" in statement:
+            asked.append(time.monotonic())
+            if len(asked) <= refused:
+                statement = f"DO $$ BEGIN RAISE EXCEPTION 'go away' USING ERRCODE = '{state}'; END $$"
+                values = {}
+        return statement, values
+
+    event.listen(waiting.engine, "before_cursor_execute", refuse, retval=True)
+
+    async def wait() -> Lead | DatabaseSession:
+        return await anext(leading_of(main.load(keys, {}).config, waiting, asyncio.Event()))
+
+    assert getattr(asyncio.run(wait()), "leader", "") == "one"
+    assert len(asked) == refused + 1
+    assert asked[-1] - asked[0] > 0.4 * refused
+    said = [record.message for record in caplog.records if record.name == "fedring.server.leading"]
+    assert [line.partition(":")[0] for line in said] == [
+        "goes on waiting",
+        "the database can be used again",
+        "waits as a standby",
+    ]
+    for session in (first, waiting):
+        session.close()
 
 
 def test_a_leader_that_freezes_in_the_middle_of_a_beat_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

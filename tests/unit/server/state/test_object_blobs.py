@@ -2,19 +2,34 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import obstore
 import pytest
 from obstore.exceptions import GenericError
 from obstore.store import ObjectStore
+from tests.damage import flip
 from tests.proxy import Change, Proxy
 from tests.s3 import s3_server
+from tests.waiting import until
 
 from fedring.daemon.config import ConfigError
-from fedring.server.state.blobs import FileBlobs
-from fedring.server.state.failures import StorageError, StorageFailed
-from fedring.server.state.shared.object_blobs import ObjectBlobs, open_objects, state_ids
+from fedring.server.aggregation.versions import ModelVersions
+from fedring.server.state.blob_interfaces import Partial
+from fedring.server.state.blobs import FileBlobs, FilePartial, FileReader
+from fedring.server.state.checked import read_checked
+from fedring.server.state.failures import DamagedBlob, StorageError, StorageFailed
+from fedring.server.state.shared.object_blobs import (
+    PLACING,
+    ObjectBlobs,
+    open_objects,
+    placing_terms,
+    put_aside_unfinished,
+    state_ids,
+    write_object,
+)
 
 
 def opened(folder: Path, term: int, *, url: str = "") -> ObjectBlobs:
@@ -96,6 +111,156 @@ def test_an_object_that_was_changed_is_not_read(tmp_path: Path, first: ObjectBlo
     second.close()
 
 
+def copy_of(folder: Path, term: int, digest: str) -> Path:
+    return folder / f"local-{term}" / "blobs" / digest
+
+
+def checked(blobs: ObjectBlobs, digest: str) -> bytes:
+    """Read a blob as its users do: again, if the damage was only that of a copy."""
+    found = list[bytes]()
+
+    def read() -> bool:
+        try:
+            found.append(read_checked(blobs, digest))
+        except DamagedBlob as damage:
+            judged = blobs.judge(damage)
+            if judged is damage:
+                raise
+            assert isinstance(judged, StorageFailed)
+        except StorageFailed:
+            pass
+        return bool(found)
+
+    until(read)
+    return found[0]
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "lost"])
+def test_a_damaged_copy_is_fetched_again(tmp_path: Path, first: ObjectBlobs, how: str) -> None:
+    digest = sealed(first, b"model")
+    copy = copy_of(tmp_path, 1, digest)
+    for _ in range(2):
+        if how == "lost":
+            copy.unlink()
+        else:
+            copy.write_bytes(b"mOdel" if how == "flipped" else b"mod")
+        assert checked(first, digest) == b"model"
+        assert copy.read_bytes() == b"model"
+
+
+@pytest.mark.parametrize("what", ["flipped", "gone"])
+def test_damage_of_both_the_copy_and_the_object_is_damage(tmp_path: Path, first: ObjectBlobs, what: str) -> None:
+    digest = sealed(first, b"model")
+    copy_of(tmp_path, 1, digest).write_bytes(b"mOdel")
+    path = tmp_path / "objects" / "blobs" / "1" / digest
+    path.unlink() if what == "gone" else path.write_bytes(b"moDel")
+    for _ in range(2):
+        with pytest.raises(DamagedBlob):
+            checked(first, digest)
+    path.write_bytes(b"model")  # somebody has put it back
+    assert checked(first, digest) == b"model"
+
+
+def test_an_older_object_is_read_if_the_newest_one_is_damaged(tmp_path: Path, first: ObjectBlobs) -> None:
+    digest = sealed(first, b"model")
+    second = opened(tmp_path, 2)
+    sealed(second, b"model")
+    for path in (tmp_path / "objects" / "blobs" / "2" / digest, copy_of(tmp_path, 2, digest)):
+        path.write_bytes(b"mOdel")
+    assert checked(second, digest) == b"model"
+    second.close()
+
+
+def test_a_disk_that_damages_each_copy_is_not_asked_for_ever(
+    tmp_path: Path, first: ObjectBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, fetched = sealed(first, b"model"), list[None]()
+    copy = copy_of(tmp_path, 1, digest)
+    copy.write_bytes(b"mOdel")
+    seal = FileBlobs.seal_many
+
+    def damage(blobs: FileBlobs, partials: Sequence[Partial]) -> list[str]:
+        names = seal(blobs, partials)
+        copy.write_bytes(b"mOdel")
+        fetched.append(None)
+        return names
+
+    monkeypatch.setattr(FileBlobs, "seal_many", damage)
+    with pytest.raises(DamagedBlob):
+        checked(first, digest)
+    assert 0 < len(fetched) <= 16
+
+
+def test_a_damaged_copy_that_a_full_disk_does_not_replace_is_no_damage(
+    tmp_path: Path, first: ObjectBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, refused = sealed(first, b"model"), list[None]()
+    copy_of(tmp_path, 1, digest).write_bytes(b"mOdel")
+    write = FilePartial.write
+
+    def refuse(partial: FilePartial, data: bytes | memoryview) -> None:
+        refused.append(None)
+        if len(refused) < 4:
+            raise StorageFailed("disk_full", "no space left on device")
+        write(partial, data)
+
+    monkeypatch.setattr(FilePartial, "write", refuse)
+    assert checked(first, digest) == b"model"
+    assert len(refused) == 4
+
+
+def test_threads_that_miss_a_copy_together_fetch_it_once(
+    tmp_path: Path, first: ObjectBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, fetched, together = sealed(first, b"model"), list[str](), threading.Barrier(4)
+    copy_of(tmp_path, 1, digest).unlink()
+    get, local_reader = obstore.get, FileBlobs.reader
+
+    def count(store: ObjectStore, key: str) -> "obstore.GetResult":
+        fetched.append(key)
+        return get(store, key)
+
+    def miss(blobs: FileBlobs, name: str) -> FileReader:
+        try:
+            return local_reader(blobs, name)
+        except StorageError:
+            together.wait(60)
+            raise
+
+    monkeypatch.setattr("obstore.get", count)
+    monkeypatch.setattr(FileBlobs, "reader", miss)
+    with ThreadPoolExecutor(4) as threads:
+        assert set(threads.map(lambda _: first.range_reader(digest)(0, 5), range(4))) == {b"model"}
+    assert len(fetched) == 1
+
+
+def test_a_blob_that_cannot_be_fetched_now_may_be_a_model(
+    tmp_path: Path, first: ObjectBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that starts looks for models of rounds that its database has lost."""
+    digest = sealed(first, b"model")
+    second = opened(tmp_path, 2)
+
+    def fail(*_: object) -> None:
+        raise GenericError("the network is away")
+
+    assert ModelVersions(second).round_of(sealed(second, b"no model"), "run") == 0
+    monkeypatch.setattr("obstore.get", fail)
+    with pytest.raises(StorageFailed, match="the network is away"):
+        ModelVersions(second).round_of(digest, "run")
+    second.close()
+
+
+@pytest.mark.parametrize("size", [5, 20 << 20], ids=["in one part", "in several"])
+def test_an_upload_that_the_disk_has_damaged_becomes_no_object(tmp_path: Path, first: ObjectBlobs, size: int) -> None:
+    partial = first.open_partial("some", fresh=True)
+    partial.write(bytes(size))
+    flip(tmp_path / "local-1" / "partial" / "some")
+    with pytest.raises(StorageFailed, match="does not hold what was written to it"):
+        first.seal_many([partial])
+    assert not [path for path in (tmp_path / "objects" / "blobs").rglob("*") if path.is_file()]
+
+
 def test_an_id_that_is_no_small_object_is_not_read(tmp_path: Path, first: ObjectBlobs) -> None:
     (tmp_path / "objects" / "state_id").write_bytes(bytes(5000))
     with pytest.raises(StorageError, match="the object state_id has 5000 bytes, which no fl-server has written"):
@@ -128,6 +293,24 @@ def test_a_blob_that_a_deposed_leader_still_deletes_cannot_be_put_aside_any_more
     assert (tmp_path / "objects" / "unnamed" / digests[1]).read_bytes() == b"lost"
     second.forget_unnamed(0.0)
     second.close()
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_killed_restore_puts_aside_what_it_has_replaced_or_else_what_it_has_written(
+    tmp_path: Path, committed: bool
+) -> None:
+    written = list[str]()
+    for term, data in ((1, b"replaced"), (2, b"in both"), (5, b"placed"), (7, b"of a later leader")):
+        blobs = opened(tmp_path, term)
+        written.append(sealed(blobs, data))
+        blobs.close()
+    replaced, kept, placed, later = written
+    store = open_objects((tmp_path / "objects").as_uri())
+    write_object(store, PLACING, b"4 5")
+    put_aside_unfinished(store, lambda: {kept, placed} if committed else {kept, replaced}, 5 if committed else 3)
+    left = {path.name for path in (tmp_path / "objects" / "blobs").rglob("*") if path.is_file()}
+    assert left == ({kept, placed, later} if committed else {replaced, kept, later})
+    assert not placing_terms(store)
 
 
 def test_a_blob_that_is_too_large_for_one_copy_is_put_aside_part_by_part(

@@ -19,7 +19,7 @@ from sqlalchemy.engine import URL, ExceptionContext, make_url
 from sqlalchemy.exc import DBAPIError
 
 from fedring.daemon.config import ConfigError
-from fedring.server.state.failures import Deposed
+from fedring.server.state.failures import Deposed, StorageFailed
 from fedring.server.state.shared import replication
 from fedring.server.state.sql.database import translate
 
@@ -39,8 +39,11 @@ _PATIENCE = {
     "application_name": "fl-server",
 }
 _POOLER = "state_url leads to a pooler that changes sessions (PgBouncer: pool_mode): give PostgreSQL's own address"
-_ENDS = ("57P01", "57P02", "57P03", "57P05", "25P03")
-"""What PostgreSQL says when it ends a session: because of an administrator, a crash, its start, or a limit of time."""
+_ENDS = ("08", "57P01", "57P02", "57P03", "57P05", "25P03")
+"""What PostgreSQL, or a pooler, says when it ends a session, or how that begins.
+
+The reasons are the connection, an administrator, a crash, a start, and a limit of time.
+"""
 
 _HOLDERS = (
     "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted "
@@ -218,17 +221,20 @@ def open_reader(url: str) -> Engine | None:
         None if there are no tables yet.
 
     Raises:
-        Deposed: The database cannot be reached now.
+        StorageFailed: The database cannot be read now. So does each use of the connection, which is made anew then.
     """
     only_reads = {"postgresql_readonly": True}
     engine = create_engine(_checked(url), poolclass=StaticPool, connect_args=_PATIENCE, execution_options=only_reads)
-    event.listen(engine, "handle_error", _note_the_end)
+    event.listen(engine, "handle_error", _note_a_pause)
     try:
         if _scalar(engine, "SELECT to_regclass('meta')") is not None:
             return engine
-    except DBAPIError as error:  # of a connection that is refused, the driver says no more than its words
+    except DBAPIError as error:
         engine.dispose()
-        raise Deposed(f"the shared state cannot be read: {_first_line(error)}") from error
+        raise translate(error) from error
+    except StorageFailed:
+        engine.dispose()
+        raise
     engine.dispose()
     return None
 
@@ -328,16 +334,20 @@ def _other(connection: Connection) -> Leader | None:
 
     Its session is ended if it has been silent for too long.
     """
-    if connection.execute(text("SELECT to_regclass('standby')")).scalar_one() is None:
-        return None  # the first leader is about to make the tables
+    begun = connection.execute(text("SELECT to_regclass('standby')")).scalar_one()  # else nobody has led yet
     query = (
         "SELECT name, control, term, extract(epoch FROM since)::float, pid, extract(epoch FROM at)::float, "
         "extract(epoch FROM clock_timestamp() - at)::float FROM leader, leader_beat "
-        # The lock may have another holder already, which has not begun its term.
         f"WHERE pid IN ({_HOLDERS})"
     )
-    found = connection.execute(text(query)).first()
+    found = connection.execute(text(query)).first() if begun else None
     if found is None:
+        # The lock has a holder that has not begun its term. If its machine has gone in that moment, PostgreSQL would
+        # keep its session for hours.
+        idle = f"state LIKE 'idle%' AND state_change < clock_timestamp() - interval '{SILENT_SECONDS} s'"
+        ends = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid IN ({_HOLDERS}) AND {idle}"
+        if connection.execute(text(ends)).first():
+            log.warning("a server that was about to lead has been silent for too long: its session is ended")
         return None
     leader = Leader(*found)
     if leader.silent_seconds > SILENT_SECONDS:
@@ -367,9 +377,21 @@ def _note_the_end(context: ExceptionContext) -> None:
 
     It would not hold the lock.
     """
-    # The database may have said that the session ends before its end has been read.
-    if context.is_disconnect or getattr(context.original_exception, "sqlstate", "") in _ENDS:
+    if _is_the_end(context):
         raise Deposed(f"the session with the database has ended ({_first_line(context.original_exception)})")
+
+
+def _note_a_pause(context: ExceptionContext) -> None:
+    """Take the end of a reader's connection for a passing failure."""
+    if context.connection is None or _is_the_end(context):
+        raise StorageFailed(
+            "disk_error", f"the shared state cannot be read now ({_first_line(context.original_exception)})"
+        )
+
+
+def _is_the_end(context: ExceptionContext) -> bool:
+    # The database may have said that the session ends before its end has been read.
+    return context.is_disconnect or str(getattr(context.original_exception, "sqlstate", "")).startswith(_ENDS)
 
 
 def _checked(url: str) -> URL:

@@ -81,6 +81,7 @@ def _move(state_dir: Path, departure: Departure, place: SharedPlace, tell: Tell)
         place.put_blobs(state_dir / BLOBS, contents.blobs, tell)
         token = MetaRow(_TOKEN, departure.token)
         place.put_rows(draft / FACTS, contents.state_id, [token], lambda: note(state_dir, departure))
+        place.put_aside(contents.blobs)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     crashpoint("migrate_placed")

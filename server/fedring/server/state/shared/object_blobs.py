@@ -2,16 +2,19 @@
 
 The law: a blob is durable as an object before a row may name it. Each leader writes under its own term, so that no key
 is ever used twice: what a deposed leader still deletes is nothing that a later one has written. The local copies only
-save time. They are discarded at the start of a server.
+save time. They are discarded at the start of a server, and one that turns out to be damaged is fetched again: only the
+damage of the object itself is damage of the blob.
 
     <prefix>/state_id                the id of the state, which the database has, too; see `state_ids`
     <prefix>/blobs/<term>/<digest>   a blob
     <prefix>/unnamed/<digest>        one that no row named when a server started
     <prefix>/placing                 the terms in which a restore has begun to write blobs, and has not ended
+                                     (the database says in which of them it was committed, see `PLACED`)
 """
 
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -22,13 +25,14 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import ObjectStore, from_url
 
-from fedring.codec.digest import is_name
+from fedring.codec.digest import Digest, is_name
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
 from fedring.server.state.blob_interfaces import BlobReader, DiskSpace, Partial, by_range
 from fedring.server.state.blobs import FileBlobs, FilePartial
-from fedring.server.state.failures import StorageError, StorageFailed
-from fedring.server.state.files import STATE_ID
+from fedring.server.state.checked import CHANGED, CheckedReader
+from fedring.server.state.failures import DamagedBlob, StorageError, StorageFailed
+from fedring.server.state.files import BLOBS, STATE_ID
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +42,16 @@ NO_STATE = "none"
 PLACING = "placing"
 """The key of the terms of restores that have not ended."""
 
+PLACED = "placed_in"
+"""The name, in the table `meta`, of the term in which a restore or a move has brought the state."""
+
 _THREADS = 16  # requests at a time
 _PART_BYTES = 8 << 20
 _PARTS = 2  # of one object that are under way at a time: each is in memory, and there are as many objects as threads
 _TRIES = timedelta(seconds=20)
 _PROBE_BYTES = 1 << 10
 _MOST_SMALL_BYTES = 1 << 12
+_MOST_LOOKS = 16  # at the copy of one blob: a disk that damages it again and again is not asked for ever
 
 
 class ObjectBlobs:
@@ -60,7 +68,9 @@ class ObjectBlobs:
     def __init__(self, store: ObjectStore, local: FileBlobs, term: int) -> None:
         self._store, self._local, self._term = store, local, term
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="objects")
-        self._fetching = Lock()
+        self._fetching, self._judging = Lock(), Lock()
+        self._looks, self._looked_at = Counter[str](), set[str]()  # at copies that may be damaged, by digest
+        self._lost = set[str]()  # whose objects are damaged themselves
         for name in local.unnamed(()):
             local.delete(name)
         self._keys = {digest: set(keys) for digest, keys in list_blobs(store).items()}
@@ -90,6 +100,8 @@ class ObjectBlobs:
         self._local.abort(partial)
 
     def reader(self, digest: str) -> BlobReader:
+        if digest in self._looked_at:
+            raise StorageFailed("disk_error", f"the copy of {BLOBS}/{digest} is being looked at")
         try:
             return self._local.reader(digest)
         except StorageError as error:
@@ -103,6 +115,17 @@ class ObjectBlobs:
 
     def has(self, digest: str) -> bool:
         return digest in self._keys
+
+    def judge(self, damage: DamagedBlob) -> StorageError:
+        digest = damage.digest
+        with self._judging:
+            if digest not in self._looked_at:
+                if digest in self._lost or digest not in self._keys or self._looks[digest] == _MOST_LOOKS:
+                    return damage
+                self._looks[digest] += 1
+                self._looked_at.add(digest)
+                self._pool.submit(self._look_at, digest)
+        return StorageFailed("disk_error", f"the copy of {BLOBS}/{digest} {damage.what}, so it is fetched again")
 
     def delete(self, digest: str) -> None:
         self._local.delete(digest)
@@ -149,22 +172,44 @@ class ObjectBlobs:
         self._keys.setdefault(digest, set()).add(key)
         with as_storage_errors():
             obstore.put(self._store, key, _parts(partial), chunk_size=_PART_BYTES, max_concurrency=_PARTS)
+        self._lost.discard(digest)
+
+    def _look_at(self, digest: str) -> None:
+        """Delete the local copy of a blob if it is damaged.
+
+        Somebody who read an older copy may have found the damage, so the present one may be sound.
+        """
+        try:
+            with self._fetching, self._local.reader(digest) as copy:
+                CheckedReader(copy.read, copy.size, digest).check()
+        except StorageError as error:
+            if error.reason != "missing_blob":  # an earlier look has deleted it
+                log.warning("this server's copy of an object is deleted, and fetched again: %s", error)
+                self._local.delete(digest)
+        finally:
+            self._looked_at.discard(digest)
 
     def _fetch(self, digest: str) -> None:
-        """Copy a blob into the local folder."""
+        """Copy a blob into the local folder.
+
+        Of several objects, the newest sound one counts.
+        """
         with self._fetching:
-            name = f"object-{digest}"[:200]
-            partial = self._local.open_partial(name, fresh=True)
-            try:
-                with as_storage_errors():
-                    for part in _newest_object(self._store, self._keys[digest]).stream(_PART_BYTES):
-                        partial.write(memoryview(part))
-                if partial.digest != digest:
-                    raise StorageError("unreadable", f"the object {digest} does not hold what was written to it")
-            except BaseException:
-                self._local.abort(partial)
-                raise
-            self._local.seal_many([partial])
+            if self._local.has(digest):  # another thread has just copied it
+                return
+            damaged = None
+            for key in newest_first(self._keys.get(digest, ())):
+                try:
+                    _copy(self._store, key, digest, self._local)
+                except StorageFailed:
+                    raise
+                except StorageError as error:
+                    damaged = error if damaged is None or damaged.reason == "missing_blob" else damaged
+                else:
+                    self._lost.discard(digest)
+                    return
+            self._lost.add(digest)
+            raise damaged or StorageError("missing_blob", f"there is no object {digest}")
 
 
 def list_blobs(store: ObjectStore) -> dict[str, dict[str, int]]:
@@ -185,12 +230,17 @@ def list_blobs(store: ObjectStore) -> dict[str, dict[str, int]]:
     return found
 
 
-def newest_key(keys: Collection[str]) -> str:
-    """Return the key of the latest term.
+def newest_first(keys: Collection[str]) -> list[str]:
+    """Return the keys of a blob, those of later terms first.
 
-    Earlier ones may still be deleted by others.
+    Earlier ones may still be deleted by others. The latest may have no object, since it is being written now.
     """
-    return max(keys, key=term_of)
+    return sorted(keys, key=term_of, reverse=True)
+
+
+def newest_key(keys: Collection[str]) -> str:
+    """Return the key of the latest term."""
+    return newest_first(keys)[0]
 
 
 def copy_aside(store: ObjectStore, digest: str, keys: Collection[str]) -> str:
@@ -231,24 +281,27 @@ def delete_objects(store: ObjectStore, keys: Collection[str]) -> None:
                 obstore.delete(store, key)
 
 
-def put_aside_unfinished(store: ObjectStore, named: Callable[[], Collection[str]]) -> None:
+def put_aside_unfinished(store: ObjectStore, named: Callable[[], Collection[str]], placed: int) -> None:
     """Move blobs of killed restores below unnamed/.
 
-    A server would take newer models of its own run among them for lost commits.
+    If one was committed, these are the blobs that it has replaced. A server would take newer models of its own run
+    among them for lost commits.
 
     Args:
         store: The object store.
         named: Returns the blobs that rows name: a restore may have ended all the same.
+        placed: The term in which the state that is there was placed; 0 = it began here.
 
     Raises:
         StorageFailed: The object store cannot be used now.
     """
     if not (terms := placing_terms(store)):
         return
-    kept = named()
+    kept, replaced = named(), placed if placed in terms else 0
     with as_storage_errors():
         for digest, keys in list_blobs(store).items():
-            if digest not in kept and {term_of(key) for key in keys} <= terms:
+            written = {term_of(key) for key in keys}
+            if digest not in kept and (written <= terms or max(written) <= replaced):
                 move_aside(store, digest, keys)
         delete_objects(store, [PLACING])
 
@@ -343,16 +396,19 @@ def write_object(store: ObjectStore, key: str, data: bytes) -> None:
         obstore.put(store, key, data)
 
 
-def _newest_object(store: ObjectStore, keys: Collection[str]) -> "obstore.GetResult":
-    """Return the newest object of a blob.
-
-    The newest keys may have none: it is being written now, or could not be.
-    """
-    *later, first = sorted(keys, key=term_of, reverse=True)
-    for key in later:
-        with suppress(FileNotFoundError):
-            return obstore.get(store, key)
-    return obstore.get(store, first)
+def _copy(store: ObjectStore, key: str, digest: str, local: FileBlobs) -> None:
+    """Copy an object into the local folder, if it has its digest."""
+    partial = local.open_partial(f"object-{digest}"[:200], fresh=True)
+    try:
+        with as_storage_errors():
+            for part in obstore.get(store, key).stream(_PART_BYTES):
+                partial.write(memoryview(part))
+        if partial.digest != digest:
+            raise StorageError("unreadable", f"the object {key} {CHANGED}")
+    except BaseException:
+        local.abort(partial)
+        raise
+    local.seal_many([partial])
 
 
 def _written(store: ObjectStore, prefix: str) -> dict[str, datetime]:
@@ -377,9 +433,17 @@ def _parts(partial: Partial) -> Iterator[bytes]:
     """Yield the bytes of a partial.
 
     Without any, it yields one empty part.
+
+    Raises:
+        StorageFailed: The disk has changed them, which ends the upload without an object.
     """
+    digest = Digest()
     for offset in range(0, max(1, partial.size), _PART_BYTES):
-        yield bytes(partial.read(offset, min(_PART_BYTES, partial.size - offset)))
+        data = bytes(partial.read(offset, min(_PART_BYTES, partial.size - offset)))
+        digest.update(data)
+        yield data
+    if digest.name != partial.digest:
+        raise StorageFailed("disk_error", f"a file that was to become {partial.digest} {CHANGED}")
 
 
 @contextmanager

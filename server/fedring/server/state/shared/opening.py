@@ -14,6 +14,7 @@ from fedring.server.state.files import SHARED, STATE_ID
 from fedring.server.state.shared.leadership import DatabaseSession
 from fedring.server.state.shared.object_blobs import (
     NO_STATE,
+    PLACED,
     ObjectBlobs,
     list_blobs,
     open_objects,
@@ -41,10 +42,9 @@ def check_same_state(session: DatabaseSession, objects: ObjectStore) -> None:
             version = read_version(connection)
             if version:
                 check_released(version)
-            query = select(meta.c.value).where(meta.c.name == STATE_ID)
-            stored = connection.execute(query).scalar() if version else None
     except UNREADABLE as error:
         raise translate(error) from error
+    stored = _noted(session, STATE_ID) if version else ""
     beside = state_ids(objects)
     if beside and (stored or NO_STATE) not in beside:
         raise StorageError("wrong_state", f"state_url and blob_url belong to different states. {_ADVICE}")
@@ -87,9 +87,18 @@ def open_shared(folder: Path, blob_url: str, session: DatabaseSession, *, adopt:
                 store.set_state_id(made)
             write_object(objects, STATE_ID, store.state_id.encode())
         if adopt:
-            put_aside_unfinished(objects, store.named_blobs)
+            put_aside_unfinished(objects, store.named_blobs, int(_noted(session, PLACED) or 0))
         blobs = ObjectBlobs(objects, FileBlobs(folder / SHARED, durable=False), session.term)
     except BaseException:
         store.close()
         raise
     return store, blobs
+
+
+def _noted(session: DatabaseSession, name: str) -> str:
+    """Return a fact about the whole database, or an empty text."""
+    try:
+        with session.engine.begin() as connection:
+            return str(connection.execute(select(meta.c.value).where(meta.c.name == name)).scalar() or "")
+    except UNREADABLE as error:
+        raise translate(error) from error

@@ -3,9 +3,9 @@
 No server leads there meanwhile.
 
 The law: one commit of the database decides which state is there. Until then the objects of the new one are named by
-nothing, and the old one is complete, or there is none; from then on the new one is. A process that is killed before
-leaves objects that the next leader moves aside. Before the first of them, both ids are noted beside the objects, and
-the term that they are written in.
+nothing, and the old one is complete, or there is none; from then on the new one is. Before the first object is
+written, both ids are noted beside the objects, and the term that they are written in. A process that is killed leaves
+objects of one of the two, which the next leader moves aside: the commit notes the term in the database, too.
 """
 
 import os
@@ -28,6 +28,7 @@ from fedring.server.state.rows import MetaRow
 from fedring.server.state.shared.leadership import DatabaseSession, Leader, attempt, beating, open_session
 from fedring.server.state.shared.object_blobs import (
     NO_STATE,
+    PLACED,
     PLACING,
     as_storage_errors,
     delete_objects,
@@ -134,13 +135,17 @@ class SharedPlace:
             blobs: Those that the new state names.
 
         Raises:
-            StorageFailed: The object store cannot be used now.
+            StorageFailed: The object store cannot be used now. The next leader does the rest.
+            Deposed: The session does not lead any more, so another leader has done so.
         """
         named = {blob.digest for blob in blobs}
         for digest, keys in list_blobs(self.objects).items():
             if digest not in named and term_of(newest_key(keys)) <= self._session.term:
                 with as_storage_errors():
                     move_aside(self.objects, digest, keys)
+                crashpoint("shared_object_aside")
+        with self._session.engine.begin():
+            self._note_placing(set())
 
     def discard(self) -> None:
         """Delete the objects that were written, and note the former ids.
@@ -185,14 +190,14 @@ class SharedPlace:
         with read_rows(facts) as source, self._session.engine.begin() as connection:
             replaced = _move_aside(connection) if read_version(connection) else ""
             copy_tables(source, connection)
-            for row in rows:
+            for row in (*rows, MetaRow(PLACED, str(self._session.term))):
                 set_meta(connection, row.name, row.value)
             before_commit()
             crashpoint("shared_rows_written")
             self._named = True  # whether a commit that fails has been made, only the database knows
         crashpoint("shared_rows_committed")
-        write_object(self.objects, STATE_ID, state_id.encode())
-        self._note_placing(set())
+        with self._session.engine.begin():  # nobody else begins to lead meanwhile
+            write_object(self.objects, STATE_ID, state_id.encode())
         return replaced
 
     def _note_placing(self, terms: Collection[int]) -> None:

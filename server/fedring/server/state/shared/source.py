@@ -16,6 +16,7 @@ from fedring.server.state.shared.leadership import DatabaseSession, open_session
 from fedring.server.state.shared.object_blobs import (
     as_storage_errors,
     list_blobs,
+    newest_first,
     newest_key,
     open_objects,
     state_ids,
@@ -29,6 +30,7 @@ from fedring.server.state.sql.database import (
     read_version,
     translate,
 )
+from fedring.server.state.sql.tables import meta
 
 _STEP = 1 << 20  # bytes that are copied at a time
 _SNAPSHOT = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
@@ -51,16 +53,19 @@ class SharedSource:
     def snapshot(self, copy: Path) -> Contents:
         copy.unlink(missing_ok=True)
         create(copy).close()  # SQLite keeps the mode of an empty file
-        with self._session.engine.connect().execution_options(**_SNAPSHOT) as connection, connection.begin():
-            found = read_version(connection)
-            if not found:
+        with self._session.engine.begin() as connection:
+            if not read_version(connection):
                 raise ConfigError("there is no state in the database that state_url names")
-            check_schema(found)
+        with self._session.engine.connect().execution_options(**_SNAPSHOT) as connection, connection.begin():
+            # A restore that replaces the tables has ended when this returns, or waits. PostgreSQL would else look up
+            # the new tables by their names, and find no rows in them, since the snapshot is older.
+            connection.exec_driver_sql(f"LOCK TABLE {meta.name} IN ACCESS SHARE MODE")
+            check_schema(read_version(connection))
             with writing(copy) as target:
                 copy_tables(connection, target)
-        contents = read_contents(copy)
-        if contents.state_id not in state_ids(self._objects):
-            raise ConfigError("state_url and blob_url belong to different states: give both addresses of one state")
+            contents = read_contents(copy)
+            if contents.state_id not in state_ids(self._objects):  # as long as no restore can change it
+                raise ConfigError("state_url and blob_url belong to different states: give both addresses of one state")
         self._keys = list_blobs(self._objects)
         return contents
 
@@ -69,14 +74,17 @@ class SharedSource:
         return keys[newest_key(keys)] if keys else 0
 
     def copy_blob(self, blob: NamedBlob, target: Path, tell: Callable[[int], None]) -> int:
-        if not (keys := self._keys.get(blob.digest)):
-            raise FileNotFoundError(blob.digest)
-        try:
-            return write_blob(checked(self._parts(newest_key(keys)), blob, tell), target)
-        except StorageError as error:
-            if error.reason == "missing_blob":
-                raise FileNotFoundError(blob.digest) from error
-            raise
+        damage = None
+        # A restore that fails deletes the objects that it has written, beside those of the state that stays.
+        for key in newest_first(self._keys.get(blob.digest, ())):
+            try:
+                return write_blob(checked(self._parts(key), blob, tell), target)
+            except BackupError as error:
+                damage = damage or error
+            except StorageError as error:
+                if error.reason != "missing_blob":
+                    raise
+        raise damage or FileNotFoundError(blob.digest)
 
     def _parts(self, key: str) -> Iterator[bytes]:
         with as_storage_errors():
