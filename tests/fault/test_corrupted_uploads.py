@@ -89,6 +89,14 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Start a server that soon gives up a call whose bytes do not come, but not while this machine stands still."""
+    settings = SETTINGS | {"no_progress_seconds": 6.0, "heartbeat_seconds": 1.0}
+    with Fleet(tmp_path_factory.mktemp("waiting"), settings, env={"PYTHONPATH": str(HERE)}) as fleet:
+        yield fleet
+
+
 @pytest.fixture
 def control(server: Fleet) -> Iterator[Control]:
     """Connect to the control service; stop the jobs that the test has left."""
@@ -252,7 +260,7 @@ def test_a_client_gives_up_on_a_connection_that_keeps_damaging_and_breaking(
 
 @pytest.mark.parametrize(("size", "field"), [(SMALL, "number"), (SMALL, "path"), (MIDDLE, "path")])
 def test_a_client_leaves_a_connection_that_damaged_headers_have_made_useless(
-    impatient: Fleet, tmp_path: Path, size: int, field: str
+    waiting: Fleet, tmp_path: Path, size: int, field: str
 ) -> None:
     """After a damaged stream number, the server ignores later calls, whose numbers are lower.
 
@@ -268,16 +276,16 @@ def test_a_client_leaves_a_connection_that_damaged_headers_have_made_useless(
         return flip_bits(frame, 7, 0x40) if field == "number" else flip_bits(frame, frame.index(b"Service/"), 1)
 
     with (
-        Control(impatient.control) as control,
-        Proxy(impatient.listen, lambda number: FrameChange(change, FrameChange.HEADERS)) as proxy,
+        Control(waiting.control) as control,
+        Proxy(waiting.listen, lambda number: FrameChange(change, FrameChange.HEADERS)) as proxy,
         clients(tmp_path, proxy.address) as (client,),
     ):
-        started = StartedJob(impatient, control, job(size, rounds=2))
+        started = StartedJob(waiting, control, job(size, rounds=2))
         states = [started.until("round_published").state for _ in range(2)]
         started.until("job_ended")
         assert proxy.connections == 2
     assert [state.delivered for state in states] == [1, 1]
-    assert values(impatient) == {2.0}
+    assert values(waiting) == {2.0}
     assert client.log.read_text().count("in session with") == 1
 
 

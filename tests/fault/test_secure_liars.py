@@ -174,6 +174,7 @@ KEYS: dict[str, Any] = {
 def test_a_job_that_cannot_do_without_a_liar_says_for_whom_it_waits(tmp_path: Path) -> None:
     with FaultyFleet(tmp_path) as fleet, Party(fleet, WrongGiver) as party, Control(fleet.control) as control:
         keys = KEYS | {"min_clients": CLIENTS, "barrier_timeout_seconds": 1.0, "max_abandoned": 1}
+        until_watching(control, CLIENTS)  # the first round must not wait in vain
         job_id, events = run(control, rounds=2, **keys)
         for client in party.clients:
             client.begin()

@@ -22,13 +22,14 @@ def test_forked_workers_load_while_the_group_computes(backend: str, tmp_path: Pa
     assert results == [[0.0, TOTAL, TOTAL]] * 2
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_noticed_although_its_workers_hold_its_sockets(tmp_path: Path) -> None:
     body = partial(loaders.rank_with_workers_is_killed, folder=tmp_path)
     with pytest.raises(ranks.RankFailed, match="rank 0 ended with 0\nrank 1 ended with -9"):
         ranks.run(body, 2, tmp_path / "ranks", backend="")
     error = json.loads((tmp_path / "ranks" / "0.json").read_text())
     assert (error["kind"], error["rank"], error["workers"]) == ("PeerLost", 1, loaders.WORKERS), error
-    assert error["seconds"] < 30  # 4 on an idle machine
+    assert error["seconds"] < 30  # 8 on an idle machine
 
 
 @pytest.mark.soak
