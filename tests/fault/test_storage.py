@@ -266,8 +266,10 @@ def test_a_disk_with_room_for_the_test_file_only_is_tested_less_and_less_often(f
         events = control.events()
         control.start_job(vector_job(model_args={"size": 3 * SIZE}))
         failed = wait_for(fleet, "storage_failed", lambda: next(e for e in events if e.kind == "storage_failed"))
-        for _ in range(3):
-            works = wait_for(fleet, "storage_works", lambda: next(e for e in events if e.kind == "storage_works"))
+        _, _, works = (
+            wait_for(fleet, "storage_works", lambda: next(e for e in events if e.kind == "storage_works"))
+            for _ in range(3)
+        )
         passed = datetime.fromisoformat(works.at) - datetime.fromisoformat(failed.at)
         assert passed.total_seconds() > 5, "after 1, 2 and 4 s"
         full.mend(fleet)
