@@ -102,7 +102,10 @@ class Delivery:
         if spooled is None:
             return self._is_done(assignment)
         header, command = spooled.header, assignment.command
-        if send and (header.run_id, header.round, header.base_digest) == assignment.round_key:
+        # A job that begins anew may begin with the same model. What the update leaves would go to the line of before,
+        # and this line would lack it.
+        of_this_line = self._spool.kept.line_of_left(spooled.offer.name) in ("", line_of(command).key)
+        if send and of_this_line and (header.run_id, header.round, header.base_digest) == assignment.round_key:
             log.info("sending the spooled update of round %d", header.round)
             try:
                 self.send(spooled, assignment)
@@ -124,7 +127,7 @@ class Delivery:
             log.info("the spooled update of round %d had been accepted", header.round)
             self._accept(spooled, assignment)
         else:
-            log.warning("dropped the spooled update of round %d, which is over", header.round)
+            log.warning("dropped the spooled update of round %d, which is over, or has begun anew", header.round)
             self._spool.drop()
         return False
 

@@ -164,6 +164,14 @@ class KeptFiles:
         self._remember(state.line, state.sections)
         return True
 
+    def line_of_left(self, update: str) -> str:
+        """Return the line of models of a spooled update's state.
+
+        It is empty if the update leaves none.
+        """
+        state = self._spooled or self._read(self._left_file, update)
+        return state.line if state else ""
+
     def drop(self) -> None:
         """Drop the state of the update in the spool."""
         self._left_file.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.kept import KeptState
+from fedring.client.transfer.own_values import Line
 from fedring.client.transfer.residual import Residual, residual_in, with_residual
 from fedring.client.transfer.spool import Spool, Spooled
 from fedring.codec.digest import name_of, update_name
@@ -29,7 +30,7 @@ SECONDS = 60.0
 RUN, HASH = "run-1", b"h" * 32
 BASE, OTHER_BASE = name_of(b"a model"), name_of(b"another model")
 PAYLOAD = b"abcdef"
-LINE = HASH.hex()  # of models: the delivery drops the residual of a refused update
+LINE = Line(RUN, HASH, (0, 0)).key  # of models
 OLD, NEW = np.full(4, 1.0, np.float32), np.full(4, 2.0, np.float32)  # residuals
 
 
