@@ -130,6 +130,20 @@ def until_published(control: Control, events: Events, version: int) -> None:
     assert next(event for event in events if control.models(limit=1)[0].version == version)
 
 
+def go_on(place: Place, folder: Path) -> None:
+    """Publish versions 4 and 5 of a state that has three."""
+    with (
+        Fleet(folder, place.settings) as fleet,
+        Control(fleet.control) as control,
+        WireClient(fleet.listen, "a") as a,
+        WireClient(fleet.listen, "b") as b,
+    ):
+        events = control.events()
+        for seed, client in enumerate((b, a, b)):
+            push(client, seed)
+        until_published(control, events, 5)
+
+
 def test_a_backup_is_complete_while_the_leader_publishes_and_prunes(place: Place, tmp_path: Path) -> None:
     settings = {"keep_models": 1, "keep_update_rounds": 1, **place.settings}
     with Fleet(tmp_path / "one", settings) as fleet, Control(fleet.control) as control:
@@ -165,16 +179,7 @@ def test_a_server_starts_after_a_killed_restore_of_an_older_backup_of_its_own_ru
     made: Path, with_copy: Place, tmp_path: Path, point: str
 ) -> None:
     """If it is killed behind its commit, the models that it has replaced are no lost commits of the older state."""
-    with (
-        Fleet(tmp_path / "one", with_copy.settings) as fleet,
-        Control(fleet.control) as control,
-        WireClient(fleet.listen, "a") as a,
-        WireClient(fleet.listen, "b") as b,
-    ):
-        events = control.events()
-        for seed, client in enumerate((b, a, b)):
-            push(client, seed)
-        until_published(control, events, 5)
+    go_on(with_copy, tmp_path / "one")
     kill(point, "restore", made / "copy", *with_copy.words, "--replace")
     committed = REPLACING.index(point) >= REPLACING.index("shared_rows_committed")
     with Fleet(tmp_path / "two", with_copy.settings) as fleet, Control(fleet.control) as control:
@@ -190,16 +195,7 @@ def test_a_server_starts_after_a_killed_restore_of_a_newer_backup_of_its_own_run
     made: Path, with_copy: Place, tmp_path: Path, point: str
 ) -> None:
     """The newer models, which no row names, are no lost commits."""
-    with (
-        Fleet(tmp_path / "one", with_copy.settings) as fleet,
-        Control(fleet.control) as control,
-        WireClient(fleet.listen, "a") as a,
-        WireClient(fleet.listen, "b") as b,
-    ):
-        events = control.events()
-        for seed, client in enumerate((b, a, b)):
-            push(client, seed)
-        until_published(control, events, 5)
+    go_on(with_copy, tmp_path / "one")
     back_up_shared(with_copy, tmp_path / "newer")
     restore_shared(made / "copy", with_copy.state_url, with_copy.blob_url, replace=True)
     for _ in range(2):

@@ -263,7 +263,8 @@ class PipelinePart:
             raise TrainError(failure_reason(error), failure_detail(error)) from error
         finally:
             if training is not None:
-                if self.setup.table.micro_batches == "auto" and training.micro_batches:
+                known = self.state.micro_batches
+                if self.setup.table.micro_batches == "auto" and training.micro_batches not in (0, known):
                     self.state.micro_batches = training.micro_batches
                     self.state.checkpoints.note_fastest(training.micro_batches, self.state.settings)
                 self.usage += training.usage

@@ -102,10 +102,10 @@ class Delivery:
         if spooled is None:
             return self._is_done(assignment)
         header, command = spooled.header, assignment.command
+        is_wanted = send and (header.run_id, header.round, header.base_digest) == assignment.round_key
         # A job that begins anew may begin with the same model. What the update leaves would go to the line of before,
         # and this line would lack it.
-        of_this_line = self._spool.kept.line_of_left(spooled.offer.name) in ("", line_of(command).key)
-        if send and of_this_line and (header.run_id, header.round, header.base_digest) == assignment.round_key:
+        if is_wanted and self._spool.kept.line_of_left(spooled.offer.name) in ("", line_of(command).key):
             log.info("sending the spooled update of round %d", header.round)
             try:
                 self.send(spooled, assignment)
