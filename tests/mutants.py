@@ -246,8 +246,8 @@ MUTANTS = {
     ),
     "base of a spooled update": Mutant(
         "client/fedring/client/transfer/delivery.py",
-        "(header.run_id, header.round, header.base_digest) == assignment.round_key:",
-        "(header.run_id, header.round) == assignment.round_key[:2]:",
+        "(header.run_id, header.round, header.base_digest) == assignment.round_key",
+        "(header.run_id, header.round) == assignment.round_key[:2]",
         "tests/fault/test_restored_clients.py",
     ),
     "held model": Mutant(
