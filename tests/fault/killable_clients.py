@@ -58,10 +58,18 @@ class KillableClient:
             self._connection.close()
 
     def _run(self) -> None:
-        while self._clients.wait_for_server():
-            with suppress(grpc.RpcError, ValueError), _Connection(self._clients.fleet.listen, self.name) as connection:
-                self._connection = connection
-                self._serve(connection)  # raises ValueError if it was closed just before a call
+        try:
+            while self._clients.wait_for_server():
+                self._connect()
+        except BaseException as error:
+            self._update_log.surprises.append(f"{self.name} ended with {error!r}")
+            raise
+
+    def _connect(self) -> None:
+        """Serve one connection until it ends."""
+        with suppress(grpc.RpcError, ValueError), _Connection(self._clients.fleet.listen, self.name) as connection:
+            self._connection = connection
+            self._serve(connection)  # raises ValueError if it was closed just before a call
 
     def _serve(self, connection: _Connection) -> None:
         """Deliver the update in the spool, then one for each command, until the connection ends."""
@@ -129,6 +137,8 @@ class KillableClients:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.stop()
+        if error is not None and self.update_log.surprises:
+            error.add_note(f"The clients' surprises: {self.update_log.surprises}")
 
     def stop(self) -> None:
         """End all clients and their threads."""

@@ -65,7 +65,7 @@ class WireClient:
         secret = self.secrets.get((address, client_id), "")
         request = pb.JoinRequest(client_id=client_id, protocol=PROTOCOL, software="wire", resume_secret=secret)
         try:
-            self.joined = self.commands.Join(request)
+            self.joined = self.commands.Join(request, timeout=SECONDS)
         except grpc.RpcError:
             self.channel.close()
             raise
@@ -176,7 +176,7 @@ class WireClient:
         """Push exactly these messages; return the last reply."""
         last = None
         try:
-            for reply in self.updates.PushUpdate(iter(messages), metadata=self.metadata):
+            for reply in self.updates.PushUpdate(iter(messages), metadata=self.metadata, timeout=SECONDS):
                 last = reply
                 if offsets is not None and reply.WhichOneof("reply") == "resume_offset":
                     offsets.put(reply.resume_offset)
