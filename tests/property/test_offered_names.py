@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fedring.offers import KINDS
@@ -218,6 +218,8 @@ MARKS = st.sampled_from([":", ".", "::", " as model", "\0", "\n", "/", "..", "("
 
 
 @given(st.sampled_from(KINDS), st.one_of(st.text(), st.lists(st.one_of(PIECES, MARKS), max_size=8).map("".join)))
+@example(KINDS[0], "\U00010400" * 200)
+@example(KINDS[0], f"fedring:{chr(0x10400) * 200}")
 def test_any_text_is_refused_in_one_short_line_unless_it_is_offered(kind: Any, name: str) -> None:
     offered, before = collect(["fedring"]), set(sys.modules)
     if name in offered.names().get(kind, ()):

@@ -164,14 +164,15 @@ class Offered:
         return any(":" not in root and _is_below(module, root) for root in self.trusted)
 
     def _refusal(self, kind: Kind, name: str) -> SeamError:
-        shown = name[:_MAX_SHOWN] if name.isascii() else ascii(name[:_MAX_SHOWN])  # shows letters that look like others
+        quoted = ascii(name[:_MAX_SHOWN])[:_MAX_SHOWN]  # shows letters that look like others, by ten characters at most
+        shown = name[:_MAX_SHOWN] if name.isascii() else quoted
         module, colon, attribute = name.partition(":")
         known = [other for of, other in self._offers if of == kind]
         if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
             by_attribute = {other.partition(":")[2]: other for other in known}
             near = get_close_matches(name[:_MAX_SHOWN], by_attribute, n=1, cutoff=_NEAR)
             advice = f": did you mean {by_attribute[near[0]]}?" if near else "."
-            return SeamError("bad_name", f"The name {name[:_MAX_SHOWN]!a} is not of the form module:attribute{advice}")
+            return SeamError("bad_name", f"The name {quoted} is not of the form module:attribute{advice}")
         if others := [of for of in KINDS if (of, name) in self._offers]:
             detail = f"{shown} is offered as {' and '.join(others)}, and not as {kind}"
             return SeamError("not_offered", f'{detail}: mark it with @offers("{kind}") if it is that, too.')
