@@ -3,11 +3,13 @@
 import argparse
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,14 @@ class Numbers(Dataset[Tensor]):
 
 
 class Stuck(Numbers):
-    """Numbers of which none but the first ones ever come."""
+    """Numbers of which none but the first ones ever come; each that does not is counted."""
+
+    def __init__(self, stuck: Semaphore) -> None:
+        self._stuck = stuck
 
     def __getitem__(self, index: int) -> Tensor:
         if index >= WORKERS:
+            self._stuck.release()
             threading.Event().wait()
         return super().__getitem__(index)
 
@@ -83,8 +89,11 @@ def rank_with_workers_is_killed(rank: int, size: int, *, folder: Path) -> dict[s
     dist.init_process_group("fedring", init_method=meeting, rank=rank, world_size=size, pg_options=options)
     workers = folder / "workers.json"
     if rank == 1:
-        batches: Any = iter(DataLoader(Stuck(), num_workers=WORKERS, multiprocessing_context="fork"))
+        stuck = multiprocessing.get_context("fork").Semaphore(0)
+        batches: Any = iter(DataLoader(Stuck(stuck), num_workers=WORKERS, multiprocessing_context="fork"))
         next(batches)
+        for _ in range(WORKERS):  # one that waits for its next number would notice the end of its rank, and end, too
+            stuck.acquire()
         workers.write_text(json.dumps([worker.pid for worker in batches._workers]))
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
