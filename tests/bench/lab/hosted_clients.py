@@ -52,6 +52,8 @@ class HostedClient:
             tasks.create_task(self._session.run())
             while True:
                 work = await self._session.inbox.take()
+                while not self._session.round_events.empty():  # which the training of fl-client reads
+                    self._session.round_events.get_nowait()
                 if isinstance(work, Assignment):
                     with suppress(RoundOver):
                         await self._train(work)
