@@ -40,8 +40,9 @@ class JobStarter:
         await self._facts.heavy(self._models.load)
         base, spec, text = await begin(self._facts, self._models, row, spec)
         frozen = await self._facts.heavy(self._models.maker.job_models.frozen_digest, spec, base)
+        noted = await self._facts.db(self._facts.store.jobs.get, row.job_id)  # with the start of its line of models
         self._rounds.learn(base)
-        return RunningJob(row, spec, frozen), text
+        return RunningJob(noted or row, spec, frozen), text
 
     async def base_of(self, job: RunningJob) -> ModelRow:
         """Return the base of the job's next round.

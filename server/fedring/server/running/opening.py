@@ -35,7 +35,7 @@ RECOVERY_SECONDS = 30.0
 class RunningJob:
     """A job that runs."""
 
-    row: JobRow
+    row: JobRow  # as noted when it began
     spec: Job  # with its seed
     frozen_digest: str
 
@@ -178,9 +178,7 @@ class RoundOpener:
         most, store = self._config.max_update_bytes, self._facts.store
         configured = with_settings(job.spec, row.settings or {})
         command = round_command(configured, row, base, run_id=store.run_id, epoch=store.epoch, most_bytes=most)
-        noted = await self._facts.db(store.jobs.get, row.job_id)
-        if noted is not None:
-            command.residual_after_epoch, command.residual_after = noted.residual_epoch, noted.residual_after
+        command.residual_after_epoch, command.residual_after = job.row.residual_epoch, job.row.residual_after
         command.job.frozen_digest = job.frozen_digest
         if job.row.signed:
             command.job.signed.ParseFromString(job.row.signed)

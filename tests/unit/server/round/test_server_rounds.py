@@ -23,9 +23,10 @@ from fedring.server.service import upload_calls
 from fedring.server.sessions.sessions import Session
 from fedring.server.state.blobs import FilePartial
 from fedring.server.state.failures import StorageFailed
-from fedring.server.state.rows import JobRow, LastAccepted
+from fedring.server.state.rows import LastAccepted, ModelRow
 from fedring.server.state.sql.store import Store
 from fedring.server.update.admission import check_payload
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 
@@ -99,15 +100,16 @@ async def test_a_store_that_fails_while_a_round_is_opened_leaves_no_second_one(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restart would go on with the first of the two, and forget what the other one had accepted."""
-    whole, refused = host.store.jobs.get, list[int]()
+    maker, refused = host.parts.models.maker, list[int]()
+    whole = maker.command
 
-    def fail_once(job_id: int) -> JobRow | None:
-        if not refused and host.store.rounds.unended():
-            refused.append(job_id)
-            raise StorageFailed("disk_error", "database is locked")
-        return whole(job_id)
+    def fail_once(job: Job, command: pb.TrainCmd, base: ModelRow) -> None:
+        if not refused:
+            refused.extend(row.job_id for row in host.store.rounds.unended())
+            raise StorageFailed("disk_error", "a file of the base cannot be read")
+        whole(job, command, base)
 
-    monkeypatch.setattr(host.store.jobs, "get", fail_once)
+    monkeypatch.setattr(maker, "command", fail_once)
     session = host.join("a")
     async with host.mending():
         job, _ = await host.jobs.start(spec(rounds=1), "")

@@ -2,7 +2,7 @@
 
 import time
 
-from sqlalchemy import Connection, and_, delete, select
+from sqlalchemy import Connection, and_, bindparam, delete, select
 
 from fedring.daemon.crash import crashpoint
 from fedring.server.state.rows import Acceptance, ChargeRow, ModelRow, RoundRow
@@ -14,6 +14,7 @@ from fedring.server.state.sql.transactions import Database
 
 _OPENED = select(rounds.c.round).where(rounds.c.ended_at.is_(None))
 _FORGET_ENDED = [delete(table).where(table.c.round.not_in(_OPENED)) for table in KEPT]
+_COMMANDED = select(commands.c.client_id).where(commands.c.job_id == bindparam("job"))
 
 
 class RoundStore:
@@ -200,7 +201,7 @@ def _forget_commands(connection: Connection, ended: RoundRow) -> None:
 
     Clients that go on are not in its row. Nothing else says that a client has failed.
     """
-    known = connection.execute(select(commands.c.client_id).where(commands.c.job_id == ended.job_id)).scalars()
+    known = connection.execute(_COMMANDED, {"job": ended.job_id}).scalars()
     if over := sorted({*known}.intersection(ended.selected)):
         mine = (commands.c.job_id == ended.job_id) & commands.c.client_id.in_(over)
         connection.execute(delete(commands).where(mine))
