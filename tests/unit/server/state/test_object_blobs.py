@@ -310,7 +310,7 @@ def test_a_killed_restore_puts_aside_what_it_has_replaced_or_else_what_it_has_wr
     put_aside_unfinished(store, lambda: {kept, placed} if committed else {kept, replaced}, 5 if committed else 3)
     left = {path.name for path in (tmp_path / "objects" / "blobs").rglob("*") if path.is_file()}
     assert left == ({kept, placed, later} if committed else {replaced, kept, later})
-    assert not placing_terms(store)
+    assert placing_terms(store) == ({4} if committed else {4, 5}), "these may still be running"
 
 
 def test_a_blob_that_is_too_large_for_one_copy_is_put_aside_part_by_part(
