@@ -162,8 +162,10 @@ class ObjectBlobs:
 
     def probe(self, size: int) -> None:
         self._local.probe(size)
+        key = f"probe-{self._term}"
         with as_storage_errors():
-            obstore.put(self._store, f"probe-{self._term}", bytes(_PROBE_BYTES))
+            obstore.put(self._store, key, bytes(_PROBE_BYTES))
+            delete_objects(self._store, [key])  # else each leader would leave one
 
     def disk_space(self) -> DiskSpace | None:
         return self._local.disk_space()
