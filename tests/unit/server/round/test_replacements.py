@@ -109,5 +109,5 @@ async def test_a_round_whose_workers_all_fail_at_once_ends_for_their_reason(tmp_
             async for event in each_event(host.journal, 1):
                 if event.kind == "round_abandoned":
                     break
-        row = host.facts.store.rounds.newest(1)[0]
+        (row,) = await host.facts.db(host.store.rounds.newest, 1)
         assert row.reason == "other_samples"
