@@ -16,6 +16,7 @@ from fedring.server.state.shared.source import shared_source
 from fedring.server.state.sql.store import Store
 from tests import forks, postgres
 from tests.fault.state_folder import rows
+from tests.waiting import until
 
 
 class Place:
@@ -52,6 +53,11 @@ class Place:
         with engine.begin() as connection:
             found = connection.execute(text(query))
             return [tuple(row) for row in found] if found.returns_rows else []
+
+    def end_session(self) -> None:
+        """End the session that leads."""
+        self.ask("SELECT pg_terminate_backend(pid) FROM leader")
+        until(lambda: not self.ask("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND granted"))
 
     def meta(self) -> dict[str, str]:
         """Return the table `meta`."""

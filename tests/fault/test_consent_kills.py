@@ -74,6 +74,11 @@ def until_only_one_waits(control: Control) -> None:
     until(known)
 
 
+def until_refusal_is_durable(control: Control) -> None:
+    """Wait until a restarted server knows that the first round has ended, and asks nobody for it again."""
+    until(lambda: any(row.reason == "not_approved" for row in control.rounds()))
+
+
 def ended(fleet: FaultyFleet, control: Control, job_id: int, *approve: str) -> control_pb2.Job:
     """Return a job when it has ended; meanwhile, these sites approve all that they are asked about."""
 
@@ -94,6 +99,7 @@ def asked(fleet: FaultyFleet, **keys: Any) -> Iterator[int]:
             job_id = control.start_job({**JOB, **keys}).job_id
             approve(fleet, "client-0")
             until(lambda: waiting(fleet, "client-1"))
+            until_refusal_is_durable(control)
             until_only_one_waits(control)
         yield job_id
 

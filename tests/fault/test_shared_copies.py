@@ -9,9 +9,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import NullPool, create_engine, insert
+from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 
 from fedring.codec.digest import name_of
 from fedring.control.calls import Events
@@ -34,7 +36,7 @@ from fedring.server.state.shared import placing
 from fedring.server.state.shared.leadership import open_session
 from fedring.server.state.shared.object_blobs import open_objects
 from fedring.server.state.shared.opening import check_same_state
-from fedring.server.state.shared.placing import led_place
+from fedring.server.state.shared.placing import SharedPlace, led_place
 from fedring.server.state.shared.restoring import restore_shared
 from fedring.server.state.shared.source import shared_source, writing
 from fedring.server.state.sql.copying import copy_tables, count
@@ -187,7 +189,7 @@ def test_a_server_starts_after_a_killed_restore_of_an_older_backup_of_its_own_ru
     named = {str(name) for (name,) in with_copy.ask("SELECT blob FROM models")}
     kept = {Path(key).name for key in with_copy.objects() if key.startswith("blobs/")}
     assert named <= kept
-    assert "placing" not in with_copy.objects()
+    assert ("placing" in with_copy.objects()) is not committed, "one that was not committed might still be running"
 
 
 @pytest.mark.parametrize("point", [point for point in PLACING if point != "shared_rows_committed"])
@@ -273,15 +275,71 @@ def test_a_restore_that_fails_leaves_nothing(
     assert without_meta(place.rows()) == without_meta(rows(made / "other"))
 
 
-def test_a_restore_that_has_lost_the_lead_takes_no_id_from_the_server_that_leads(place: Place) -> None:
-    with suppress(KeyError), led_place(place.state_url, place.blob_url) as led:
-        led.announce("0" * 32)
-        place.ask("SELECT pg_terminate_backend(pid) FROM leader")
-        until(lambda: not place.ask("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND granted"))
-        with place.led():
-            pass
-        raise KeyError
-    assert (place.folder / "objects" / "state_id").read_text() == place.meta()["state_id"]
+def test_a_restore_that_fails_behind_its_commit_is_done_and_says_what_is_left(
+    made: Path, with_other: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(*_: object) -> None:
+        raise StorageFailed("disk_error", "the bucket does not answer")
+
+    former = with_other.objects()
+    with monkeypatch.context() as patch:
+        patch.setattr(placing, "move_aside", put)
+        done = restore_shared(made / "copy", with_other.state_url, with_other.blob_url, replace=True)
+    assert "the bucket does not answer" in done.left
+    assert without_meta(with_other.rows()) == without_meta(rows(made / "copy"))
+    assert former <= with_other.objects()
+    with with_other.led() as store:
+        assert store.models.newest(1)[0].version == 3
+        assert {Path(key).name for key in with_other.objects() if key.startswith("blobs/")} == set(store.named_blobs())
+
+
+@pytest.mark.parametrize("committed", [False, True], ids=["old", "new"])
+def test_a_restore_whose_commit_is_in_doubt_says_so_and_can_be_repeated(
+    made: Path, with_other: Place, monkeypatch: pytest.MonkeyPatch, committed: bool
+) -> None:
+    commit = PGDialect_psycopg.do_commit
+
+    def end(dialect: Any, connection: Any) -> None:
+        patch.setattr(PGDialect_psycopg, "do_commit", commit)
+        if committed:
+            connection.commit()
+        with_other.end_session()
+        connection.execute("SELECT 1")
+
+    def break_commits(name: str) -> None:
+        if name == "shared_rows_written":
+            patch.setattr(PGDialect_psycopg, "do_commit", end)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(placing, "crashpoint", break_commits)
+        with pytest.raises(BackupError, match="has the new state, or still what was there before: repeat") as caught:
+            restore_shared(made / "copy", with_other.state_url, with_other.blob_url, replace=True)
+    assert caught.value.exit_code is Exit.TRY_AGAIN
+    assert without_meta(with_other.rows()) == without_meta(rows(made / ("copy" if committed else "other")))
+    assert not restore_shared(made / "copy", with_other.state_url, with_other.blob_url, replace=True).left
+    assert without_meta(with_other.rows()) == without_meta(rows(made / "copy"))
+
+
+def test_a_server_starts_after_a_restore_that_has_lost_the_lead_went_on_and_was_killed(
+    made: Path, with_copy: Place, tmp_path: Path
+) -> None:
+    """The newer models that it has written after another server began to lead are no lost commits."""
+    go_on(with_copy, tmp_path / "one")
+    back_up_shared(with_copy, tmp_path / "newer")
+    restore_shared(made / "copy", with_copy.state_url, with_copy.blob_url, replace=True)
+    contents = read_contents(tmp_path / "newer" / "facts.sqlite")
+    with pytest.MonkeyPatch.context() as patch, suppress(KeyError):
+        patch.setattr(SharedPlace, "discard", lambda place: None)  # it is killed
+        with led_place(with_copy.state_url, with_copy.blob_url) as led:
+            led.announce(contents.state_id)
+            with_copy.end_session()
+            with with_copy.led():
+                pass
+            led.put_blobs(tmp_path / "newer" / "blobs", contents.blobs, lambda done, total: None)
+            raise KeyError
+    for name in ("two", "three"):
+        with Fleet(tmp_path / name, with_copy.settings) as fleet, Control(fleet.control) as control:
+            assert control.models(limit=1)[0].version == 3
 
 
 @pytest.mark.parametrize("point", PLACING)
@@ -401,8 +459,8 @@ def test_a_backup_that_begins_while_a_restore_ends_is_that_of_the_state_that_is_
         with suppress(KeyError), led_place(with_other.state_url, with_other.blob_url) as led:
             led.announce(contents.state_id)
             led.put_blobs(made / "copy" / "blobs", contents.blobs, lambda done, total: None)
-            led.put_rows(made / "copy" / "facts.sqlite", contents.state_id, (), begin)
-            led.put_aside(contents.blobs)
+            led.put_rows(made / "copy" / "facts.sqlite", (), begin)
+            led.tidy(contents.state_id, contents.blobs)
         assert backups[0].result().newest_model == (2 if fails else 3)
 
 

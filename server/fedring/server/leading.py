@@ -32,7 +32,10 @@ _TRY_SECONDS = 0.5
 
 
 async def lead(
-    config: ServerConfig, stop: asyncio.Event, meanwhile: Callable[[Lead], Coroutine[Any, Any, None]]
+    config: ServerConfig,
+    stop: asyncio.Event,
+    meanwhile: Callable[[Lead], Coroutine[Any, Any, None]],
+    begun: Callable[[DatabaseSession], object] = lambda session: None,
 ) -> DatabaseSession | None:
     """Wait until this server leads.
 
@@ -40,6 +43,7 @@ async def lead(
         config: Names the database.
         stop: Ends the wait.
         meanwhile: Makes the work of a server that waits, of who leads now. It is cancelled when this one leads.
+        begun: Called with the session that leads, before that work has ended: this may take longer than others wait.
 
     Returns:
         The session that leads; None if `stop` is set before.
@@ -64,6 +68,7 @@ async def lead(
             async for other in _wait(config, session, stop):
                 if isinstance(other, DatabaseSession):
                     session = other
+                    begun(session)
                 else:
                     waiting = waiting or tasks.create_task(meanwhile(other))
             if waiting:

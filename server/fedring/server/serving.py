@@ -29,8 +29,9 @@ from fedring.server.recovery import recover
 from fedring.server.running.replacements import look_after_groups
 from fedring.server.standby import stand_by
 from fedring.server.state.failures import Deposed, FsyncFailed, StorageError
+from fedring.server.state.lead import Lead
 from fedring.server.state.log_check import migrated_at_start
-from fedring.server.state.shared.leadership import beating
+from fedring.server.state.shared.leadership import DatabaseSession, beating
 from fedring.version import SOFTWARE
 
 log = logging.getLogger(__name__)
@@ -82,14 +83,19 @@ async def serve(
     if check_only and (older := await asyncio.to_thread(_migrated, config)):
         print(f"the state of fedring {older} is migrated at the next start", "the configuration is good", sep="\n")
         return Exit.OK
+    opening = stack.enter_context(ExitStack())
     if config.state_url:
         stop = stop_event()
-        if (session := await lead(config, stop, lambda other: stand_by(config, other, shares(config, limit)))) is None:
+
+        def stands_by(other: Lead) -> Coroutine[Any, Any, None]:
+            return stand_by(config, other, shares(config, limit))
+
+        def leads(session: DatabaseSession) -> None:
+            # To open a large state takes longer than standbys wait, and than systemd does once this server was one.
+            opening.enter_context(beating(session, lambda: sd_notify("WATCHDOG=1")))
+
+        if (session := await lead(config, stop, stands_by, leads)) is None:
             return Exit.OK
-    opening = stack.enter_context(ExitStack())
-    if session:
-        # To open a large state takes longer than standbys wait, and than systemd does once this server was one.
-        opening.enter_context(beating(session, lambda: sd_notify("WATCHDOG=1")))
     parts = await recover(
         config, stack, sweep=not check_only, drop_damaged=drop_damaged, accept_older=accept_older, session=session
     )

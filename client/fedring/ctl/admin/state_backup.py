@@ -89,7 +89,7 @@ def restore(
             done = restore_state(source, state_dir, replace=replace, tell=tell)
     place = {"state_url": state_url, "blob_url": blob_url} if shared else {"state_dir": str(state_dir)}
     replaced = str(done.replaced or done.replaced_schema) or None
-    more = {"backup": str(source), **place, "replaced": replaced, "finished": done.finished}
+    more = {"backup": str(source), **place, "replaced": replaced, "finished": done.finished, "left": done.left or None}
     _report("restored", more, done.manifest, time.monotonic() - began, output)
 
 
@@ -179,6 +179,8 @@ def _report(title: str, more: dict[str, Any], manifest: "Manifest", seconds: flo
         rows.append(("earlier state", replaced))
     if more.get("finished"):
         rows.append(("completed", "a restore that had been interrupted"))
+    if left := more.get("left"):
+        rows.append(("left", f"the next server to lead tidies the object store up: {left}"))
     print_table(title, ("what", "now"), rows)
 
 

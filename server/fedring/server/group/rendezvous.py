@@ -49,6 +49,8 @@ class Rendezvous:
         self.round, self.moved = number, asyncio.Event()
         self.state = gr.GroupState(rules, frozenset(expected), generation=generation, since=time.monotonic())
         self._done, self._slowest, self._resumed = done, slowest, resumed
+        self._result: dict[str, pb.Done] = {}  # the reports of the members that held the newest result
+        self._accepted = False
         self._other_samples: dict[str, int] = {}  # what members had found when operators were told that it differs
 
     def handle(self, event: gr.Event) -> list[News]:
@@ -62,12 +64,15 @@ class Rendezvous:
         if after == before and not isinstance(event, gr.Expected):  # other clients than those expected may be wanted
             return []
         self._become(after)
+        if after.phase is gr.GroupPhase.DONE:
+            self._result = dict(self._done)
         news = []
         if (
             before.phase in (gr.GroupPhase.JOINING, gr.GroupPhase.RUNNING, gr.GroupPhase.DONE)
             and after.phase is gr.GroupPhase.GATHERING
         ):
-            self._done.clear()
+            if not self._accepted:
+                self._done.clear()
             news.append(("group_lost", f"generation {before.generation} has ended: {after.reason}"))
         if before.phase is not gr.GroupPhase.RUNNING and after.phase is gr.GroupPhase.RUNNING:
             steps = max(after.workers[name].steps for name in after.members)
@@ -80,8 +85,16 @@ class Rendezvous:
 
     def note(self, client: str, done: pb.Done) -> None:
         """Keep a member's report of its work, and ignore other clients."""
-        if client in self.state.members and done.generation == self.state.generation:
+        if client in self.state.members and done.generation == self.state.generation and not self._accepted:
             self._done[client] = done
+
+    def accept(self) -> None:
+        """Keep the reports of the members whose result was accepted.
+
+        Those that have lost the server meanwhile have worked for it, too.
+        """
+        self._accepted = True
+        self._done.update(self._result)
 
     @property
     def can_give_up(self) -> bool:

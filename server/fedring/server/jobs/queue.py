@@ -43,7 +43,9 @@ class Jobs:
         self._runner, self._rounds, self._facts, self._kept = runner, rounds, facts, facts.store.jobs
         self._journal, self._started, self.most = journal, started, most
         self._moved = asyncio.Event()  # a job was queued, or has ended
+        self._taken_up = asyncio.Event()  # those that a restart interrupted run again
         self._stopped: set[int] = set()
+        self._over: set[int] = set()  # those that run, but whose ends are noted
         self._since: dict[int, float] = {}
         self.running: dict[int, JobRow] = {}
         self.waiting = 0
@@ -69,6 +71,8 @@ class Jobs:
     async def stop(self, job_id: int) -> tuple[int, int]:
         """End a job, and its round if it runs.
 
+        One that a restart interrupted is first taken up again.
+
         Args:
             job_id: the job; 0 means the only one that runs.
 
@@ -80,6 +84,10 @@ class Jobs:
             SeveralJobs: if it is not said which of several.
             StorageError: if the disk refuses it. The job stays in the queue.
         """
+        if not self._taken_up.is_set():
+            interrupted = await self._facts.db(self._kept.running)
+            if interrupted:
+                await self._taken_up.wait()
         wanted = job_id or self.only()
         if wanted not in self.running:
             row = await self._facts.db(self._kept.get, wanted)
@@ -91,6 +99,8 @@ class Jobs:
         except StorageError:
             if wanted not in self.running:
                 raise
+            if wanted in self._over:
+                raise NoSuchJob(f"job {wanted} has just ended") from None
             # A disk that refuses this does not keep a job alive that runs: its end is noted later.
         self._stopped.add(wanted)
         self._moved.set()
@@ -139,6 +149,7 @@ class Jobs:
                     self._moved.clear()
                     while row := await self._facts.keep(self._facts.db, self._next):
                         self._begin(tasks, row)
+                    self._taken_up.set()
                     await self._moved.wait()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group
@@ -157,6 +168,7 @@ class Jobs:
         # Stored last: after a kill before this line, the next process still finds the job running.
         ended = await self._facts.keep(self._end, row.job_id, state, reason)
         del self.running[row.job_id], self._since[row.job_id]
+        self._over.discard(row.job_id)
         self._started.set(min(self._since.values(), default=0))
         self._rounds.job_ended(row.job_id)
         await drop_partials(self._rounds, self._facts)
@@ -173,6 +185,9 @@ class Jobs:
         if job_id in self._stopped:
             state, reason = "stopped", ""
         ended = await self._facts.db(self._kept.set_state, job_id, state, reason)
+        if job_id in self._stopped and ended.state != "stopped":  # the operator was told while that was being noted
+            ended = await self._facts.db(self._kept.set_state, job_id, "stopped", "")
+        self._over.add(job_id)
         await self._facts.db(self._facts.store.rounds.end_orphans, job_id)
         return ended
 

@@ -236,6 +236,8 @@ class Rounds:
         # One worker delivers for its whole group.
         count = len(rows) * (len(open_.row.selected) if open_.job.training.grouped else 1)
         self.turns.serve(open_.row.job_id, count)
+        if open_.group is not None:
+            open_.group.accept()
         open_.accepted.update((row.client_id, row) for row in rows)
         open_.in_memory.update(row.client_id for row in rows if row.payload)
         self.handle(open_, Delivered({row.client_id for row in rows}))

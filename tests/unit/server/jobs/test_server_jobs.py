@@ -14,6 +14,7 @@ from tests.unit.host import Host, running, spec
 from fedring.codec.schema import Schema
 from fedring.rpc.errors import NoSuchJob
 from fedring.server.config import ServerConfig
+from fedring.server.jobs.runner import JobRunner
 from fedring.server.model.models import Models
 from fedring.server.parts import assemble
 from fedring.server.round.report import round_message
@@ -161,6 +162,76 @@ async def test_a_job_whose_stop_the_disk_refuses_ends_as_stopped_though_its_last
             host.gate.open()
             assert await stop == (job.job_id, 0)
             assert await host.ended(job.job_id) == "stopped"
+
+
+async def test_a_job_whose_stop_the_disk_refuses_as_its_end_is_being_noted_ends_as_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wind_up, stops = JobRunner.wind_up, list[asyncio.Task[tuple[int, int]]]()
+
+    async def stop_behind(runner: JobRunner, row: JobRow, state: str, reason: str) -> tuple[str, str]:
+        found = await wind_up(runner, row, state, reason)
+        stops.append(asyncio.create_task(host.jobs.stop(row.job_id)))
+        await asyncio.sleep(0)  # it has asked the store, before the job's end is noted
+        return found
+
+    def refuse(self: JobStore, job_id: int) -> bool:
+        raise StorageFailed("disk_full", "no space left on device")
+
+    async with running(tmp_path) as host:
+        session = host.join("a")
+        job, _ = await host.jobs.start(spec(), "")
+        command = await host.command(session)
+        monkeypatch.setattr(JobRunner, "wind_up", stop_behind)
+        monkeypatch.setattr(JobStore, "stop", refuse)
+        async with host.mending():
+            await host.offer(host.update(command, "a"))
+            assert await host.ended(job.job_id) == "stopped"
+            assert await stops[0] == (job.job_id, 0)
+
+
+@pytest.mark.parametrize("which", ["it", "the only one"])
+async def test_a_job_that_a_restart_interrupted_can_be_stopped_before_it_goes_on(tmp_path: Path, which: str) -> None:
+    async with running(tmp_path) as host:
+        session = host.join("a")
+        job, _ = await host.jobs.start(spec(rounds=4), "")
+        await host.command(session)
+    async with running(tmp_path) as host:
+        stopped, _ = await host.jobs.stop(job.job_id if which == "it" else 0)  # begins before the queue is looked at
+        assert stopped == job.job_id
+        assert await host.ended(job.job_id) == "stopped"
+        assert host.rounds.interrupted.rows == {}
+
+
+async def test_a_job_whose_end_was_noted_just_before_the_disk_refuses_its_stop_is_not_said_to_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_state = JobStore.set_state
+
+    def slow(self: JobStore, *args: Any) -> JobRow:
+        found = set_state(self, *args)
+        host.gate.pass_("its end is noted")
+        return found
+
+    def refuse(self: JobStore, job_id: int) -> bool:
+        raise StorageFailed("disk_full", "no space left on device")
+
+    async with running(tmp_path) as host:
+        session = host.join("a")
+        job, _ = await host.jobs.start(spec(), "")
+        command = await host.command(session)
+        monkeypatch.setattr(JobStore, "set_state", slow)
+        monkeypatch.setattr(JobStore, "stop", refuse)
+        host.gate.close("its end is noted")
+        await host.offer(host.update(command, "a"))
+        await host.gate.reached()
+        async with host.mending():
+            stop = asyncio.create_task(host.jobs.stop(job.job_id))
+            await asyncio.sleep(0)  # it has asked the store, which is busy
+            host.gate.open()
+            with pytest.raises(NoSuchJob, match=f"job {job.job_id} has just ended"):
+                await stop
+            assert await host.ended(job.job_id) == "completed"
 
 
 async def test_a_job_that_has_just_ended_is_not_stopped_any_more(

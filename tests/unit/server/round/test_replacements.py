@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import pytest
 from tests.journal_events import each_event
 from tests.unit.host import Host, running, spec
 
@@ -11,6 +12,7 @@ from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.open_round import OpenRound
 from fedring.server.running.replacements import enlist, replacements
 from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import rendezvous_pb2
 
 
 async def started(host: Host) -> OpenRound:
@@ -60,6 +62,39 @@ async def test_a_newcomer_that_refuses_the_place_of_a_lost_worker_does_not_end_t
             assert open_.group.active != ends
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_workers_that_are_cut_off_while_their_result_is_accepted_have_taken_part(
+    tmp_path: Path, when: str
+) -> None:
+    async with running(tmp_path) as host:
+        sessions = {name: host.join(name) for name in ("a", "b")}
+        open_ = await started(host)
+        group, groups = open_.group, host.rounds.groups
+        assert group is not None
+        number = group.generation
+        for name in sessions:
+            groups.handle(open_, gr.Entered(name))
+        for name in sessions:
+            groups.handle(open_, gr.Ready(name, number, f"{name}:1"))
+        for name in sessions:
+            groups.handle(open_, gr.WorkerJoined(name, number))
+        for name in sessions:
+            group.note(name, rendezvous_pb2.Done(generation=number, digest=bytes(32), num_samples=7))
+            groups.handle(open_, gr.WorkerDone(name, number, bytes(32)))
+        update = host.update(await host.command(sessions["a"]), "a")
+        host.gate.close("updates.accept")
+        offered = host.offer(update)
+        await host.gate.reached()
+        if when == "after":
+            host.gate.open()
+            await offered
+        for name in sessions:
+            groups.handle(open_, gr.WorkerLeft(name))
+        host.gate.open()
+        await offered
+        assert {name: row["num_samples"] for name, row in open_.stats(0.0)["clients"].items()} == {"a": 1, "b": 7}
+
+
 async def test_a_round_whose_workers_all_fail_at_once_ends_for_their_reason(tmp_path: Path) -> None:
     async with running(tmp_path) as host:
         for name in ("a", "b"):
@@ -74,5 +109,5 @@ async def test_a_round_whose_workers_all_fail_at_once_ends_for_their_reason(tmp_
             async for event in each_event(host.journal, 1):
                 if event.kind == "round_abandoned":
                     break
-        row = host.facts.store.rounds.newest(1)[0]
+        (row,) = await host.facts.db(host.store.rounds.newest, 1)
         assert row.reason == "other_samples"

@@ -114,7 +114,7 @@ async def test_a_store_that_fails_while_a_round_is_opened_leaves_no_second_one(
     async with host.mending():
         job, _ = await host.jobs.start(spec(rounds=1), "")
         command = await host.command(session)
-        assert [row.round for row in host.store.rounds.unended()] == [command.round]
+        assert [row.round for row in await host.facts.db(host.store.rounds.unended)] == [command.round]
         assert not await host.offer(host.update(command, "a"))
         assert await host.ended(job.job_id) == "completed"
     assert refused == [job.job_id]

@@ -118,6 +118,35 @@ def test_a_leader_beats_while_it_opens_a_large_state(tmp_path: Path, monkeypatch
         session.close()
 
 
+def test_a_leader_beats_while_its_work_as_a_standby_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = postgres.shared().new_database()
+    first, other = leading(open_session(address), "one"), open_session(address)
+    beats, led = list[bool](), list[DatabaseSession]()
+
+    async def stand_by(*_: object) -> None:
+        first.close()
+        try:
+            await asyncio.Event().wait()
+        finally:  # as while the last look at a large state ends
+            begun = last_beat(other)
+            until(lambda: last_beat(other) > begun)
+            beats.append(True)
+
+    async def recover(*_: object, session: DatabaseSession, **__: object) -> NoReturn:
+        led.append(session)
+        raise TimeoutError("this test ends here")
+
+    monkeypatch.setattr(serving, "stand_by", stand_by)
+    monkeypatch.setattr(serving, "recover", recover)
+    (tmp_path / "objects").mkdir()
+    keys = [f"state_dir={tmp_path / 'state'}", f"state_url={address}", f"blob_url={(tmp_path / 'objects').as_uri()}"]
+    with ExitStack() as stack, pytest.raises(TimeoutError):
+        asyncio.run(serving.serve(main.load(keys, {}), stack, check_only=False, stop_event=asyncio.Event))
+    assert beats == [True]
+    for session in (*led, other):
+        session.close()
+
+
 def test_the_session_of_a_silent_leader_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     address = postgres.shared().new_database()
     first, two = leading(open_session(address), "one"), open_session(address)

@@ -24,6 +24,7 @@ from fedring.server.state.failures import DamagedBlob, StorageError, StorageFail
 from fedring.server.state.shared.object_blobs import (
     PLACING,
     ObjectBlobs,
+    note_placing,
     open_objects,
     placing_terms,
     put_aside_unfinished,
@@ -310,6 +311,15 @@ def test_a_killed_restore_puts_aside_what_it_has_replaced_or_else_what_it_has_wr
     put_aside_unfinished(store, lambda: {kept, placed} if committed else {kept, replaced}, 5 if committed else 3)
     left = {path.name for path in (tmp_path / "objects" / "blobs").rglob("*") if path.is_file()}
     assert left == ({kept, placed, later} if committed else {replaced, kept, later})
+    assert placing_terms(store) == ({4} if committed else {4, 5}), "these may still be running"
+
+
+def test_only_the_latest_restores_are_remembered(tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    store = open_objects((tmp_path / "objects").as_uri())
+    note_placing(store, range(1000))
+    assert placing_terms(store) == set(range(936, 1000))
+    note_placing(store, ())
     assert not placing_terms(store)
 
 
@@ -357,6 +367,12 @@ def test_a_blob_that_is_still_being_written_is_let_go_only_when_that_has_ended(
 def test_a_store_that_there_is_not_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="blob_url"):
         open_objects(url)
+
+
+def test_a_trial_of_the_object_store_leaves_nothing_behind(tmp_path: Path, first: ObjectBlobs) -> None:
+    before = sorted((tmp_path / "objects").rglob("*"))
+    first.probe(100)
+    assert sorted((tmp_path / "objects").rglob("*")) == before
 
 
 def test_an_s3_server_keeps_what_was_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ class Restored:
     replaced: Path | None = None  # the folder of the old state; None if there was none
     replaced_schema: str = ""  # instead of it: what the old rows are in, in the database of a shared state
     finished: bool = False  # True if only the rest of an interrupted restore was done
+    left: str = ""  # why objects of the old state are not put aside yet, which the next server to lead does
 
 
 def restore(backup: Path, state_dir: Path, *, replace: bool = False, tell: Tell = lambda done, total: None) -> Restored:

@@ -8,7 +8,7 @@ damage of the object itself is damage of the blob.
     <prefix>/state_id                the id of the state, which the database has, too; see `state_ids`
     <prefix>/blobs/<term>/<digest>   a blob
     <prefix>/unnamed/<digest>        one that no row named when a server started
-    <prefix>/placing                 the terms in which a restore has begun to write blobs, and has not ended
+    <prefix>/placing                 the terms in which a restore has begun to write blobs, and may still write some
                                      (the database says in which of them it was committed, see `PLACED`)
 """
 
@@ -51,6 +51,7 @@ _PARTS = 2  # of one object that are under way at a time: each is in memory, and
 _TRIES = timedelta(seconds=20)
 _PROBE_BYTES = 1 << 10
 _MOST_SMALL_BYTES = 1 << 12
+_MOST_PLACING = 64  # terms that are noted
 _MOST_LOOKS = 16  # at the copy of one blob: a disk that damages it again and again is not asked for ever
 
 
@@ -161,8 +162,10 @@ class ObjectBlobs:
 
     def probe(self, size: int) -> None:
         self._local.probe(size)
+        key = f"probe-{self._term}"
         with as_storage_errors():
-            obstore.put(self._store, f"probe-{self._term}", bytes(_PROBE_BYTES))
+            obstore.put(self._store, key, bytes(_PROBE_BYTES))
+            delete_objects(self._store, [key])  # else each leader would leave one
 
     def disk_space(self) -> DiskSpace | None:
         return self._local.disk_space()
@@ -287,6 +290,8 @@ def put_aside_unfinished(store: ObjectStore, named: Callable[[], Collection[str]
     If one was committed, these are the blobs that it has replaced. A server would take newer models of its own run
     among them for lost commits.
 
+    A restore that was not committed stays noted: it may not know yet that it leads no more, and write more blobs.
+
     Args:
         store: The object store.
         named: Returns the blobs that rows name: a restore may have ended all the same.
@@ -303,7 +308,22 @@ def put_aside_unfinished(store: ObjectStore, named: Callable[[], Collection[str]
             written = {term_of(key) for key in keys}
             if digest not in kept and (written <= terms or max(written) <= replaced):
                 move_aside(store, digest, keys)
-        delete_objects(store, [PLACING])
+    note_placing(store, terms - {placed})
+
+
+def note_placing(store: ObjectStore, terms: Collection[int]) -> None:
+    """Note the terms of restores that have not ended.
+
+    Only the latest are kept, so that the object stays small: earlier ones have long ended.
+
+    Raises:
+        StorageFailed: They cannot be noted now.
+    """
+    if terms:
+        write_object(store, PLACING, " ".join(map(str, sorted(terms)[-_MOST_PLACING:])).encode())
+    else:
+        with as_storage_errors():
+            delete_objects(store, [PLACING])
 
 
 def placing_terms(store: ObjectStore) -> set[int]:

@@ -10,7 +10,7 @@ objects of one of the two, which the next leader moves aside: the commit notes t
 
 import os
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +21,8 @@ from sqlalchemy.exc import DBAPIError
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
-from fedring.server.state.backup.contents import NamedBlob, Tell, advancing, checked, parts_of, read_rows
+from fedring.daemon.exits import Exit
+from fedring.server.state.backup.contents import BackupError, NamedBlob, Tell, advancing, checked, parts_of, read_rows
 from fedring.server.state.failures import Deposed, StorageError, StorageFailed
 from fedring.server.state.files import STATE_ID
 from fedring.server.state.rows import MetaRow
@@ -29,12 +30,12 @@ from fedring.server.state.shared.leadership import DatabaseSession, Leader, atte
 from fedring.server.state.shared.object_blobs import (
     NO_STATE,
     PLACED,
-    PLACING,
     as_storage_errors,
     delete_objects,
     list_blobs,
     move_aside,
     newest_key,
+    note_placing,
     open_objects,
     placing_terms,
     state_ids,
@@ -48,6 +49,10 @@ from fedring.server.state.sql.sealed import set_meta
 from fedring.server.state.sql.tables import METADATA, meta
 
 _PART_BYTES = 8 << 20
+_IN_DOUBT = (
+    "the database failed during the commit, so it has the new state, or still what was there before: "
+    "repeat this when it works again"
+)
 
 
 class SharedPlace:
@@ -97,11 +102,11 @@ class SharedPlace:
             is_empty = not read_version(connection) and (NO_STATE in former or not (former or list_blobs(self.objects)))
             kept = [NO_STATE] if is_empty else former
             announced = kept if state_id in kept else [*kept, state_id]
-            self._former, self._announced = former, announced
+            unfinished = placing_terms(self.objects)
+            self._former, self._announced, self._unfinished = former, announced, unfinished  # only if all are known
             write_object(self.objects, STATE_ID, " ".join(announced).encode())
             # A server that starts after a kill learns from it which blobs are not those of lost commits.
-            self._unfinished = placing_terms(self.objects)
-            self._note_placing(self._unfinished | {self._session.term})
+            note_placing(self.objects, self._unfinished | {self._session.term})
         crashpoint("shared_id_added")
 
     def put_blobs(self, folder: Path, blobs: Sequence[NamedBlob], tell: Tell) -> None:
@@ -125,19 +130,22 @@ class SharedPlace:
             if found.get(key) != size:
                 raise StorageFailed("disk_error", f"the object {key} has {found.get(key, 0)} bytes instead of {size}")
 
-    def put_aside(self, blobs: Sequence[NamedBlob]) -> None:
-        """Move the objects of all other blobs below unnamed/.
+    def tidy(self, state_id: str, blobs: Sequence[NamedBlob]) -> None:
+        """Note the new id alone, and move all other objects below unnamed/.
 
-        They are of the state that was replaced. A server would take models among them for lost commits of the new one,
+        These are of the state that was replaced. A server would take models among them for lost commits of the new one,
         if they are newer. What a later leader has written stays.
 
         Args:
-            blobs: Those that the new state names.
+            state_id: Of the new state, whose rows are there.
+            blobs: Those that it names.
 
         Raises:
-            StorageFailed: The object store cannot be used now. The next leader does the rest.
-            Deposed: The session does not lead any more, so another leader has done so.
+            StorageError: The object store cannot be used now. The next leader does the rest.
+            Deposed: The session does not lead any more, so another leader does so.
         """
+        with self._session.engine.begin():  # nobody else begins to lead meanwhile
+            write_object(self.objects, STATE_ID, state_id.encode())
         named = {blob.digest for blob in blobs}
         for digest, keys in list_blobs(self.objects).items():
             if digest not in named and term_of(newest_key(keys)) <= self._session.term:
@@ -145,7 +153,7 @@ class SharedPlace:
                     move_aside(self.objects, digest, keys)
                 crashpoint("shared_object_aside")
         with self._session.engine.begin():
-            self._note_placing(set())
+            note_placing(self.objects, self._unfinished)
 
     def discard(self) -> None:
         """Delete the objects that were written, and note the former ids.
@@ -167,12 +175,11 @@ class SharedPlace:
                     write_object(self.objects, STATE_ID, " ".join(self._former).encode())
                 else:
                     delete_objects(self.objects, [STATE_ID])
-                self._note_placing(self._unfinished)
+                note_placing(self.objects, self._unfinished)
 
     def put_rows(
         self,
         facts: Path,
-        state_id: str,
         rows: Sequence[MetaRow] = (),
         before_commit: Callable[[], None] = lambda: None,
     ) -> str:
@@ -180,32 +187,30 @@ class SharedPlace:
 
         Args:
             facts: The file, whose blobs have been written as objects.
-            state_id: Of the new state, which was announced.
             rows: What its table `meta` gets.
             before_commit: Called when nothing but the commit is left.
 
         Returns:
             The name of the schema that the old rows are in now; empty if there was no state.
-        """
-        with read_rows(facts) as source, self._session.engine.begin() as connection:
-            replaced = _move_aside(connection) if read_version(connection) else ""
-            copy_tables(source, connection)
-            for row in (*rows, MetaRow(PLACED, str(self._session.term))):
-                set_meta(connection, row.name, row.value)
-            before_commit()
-            crashpoint("shared_rows_written")
-            self._named = True  # whether a commit that fails has been made, only the database knows
-        crashpoint("shared_rows_committed")
-        with self._session.engine.begin():  # nobody else begins to lead meanwhile
-            write_object(self.objects, STATE_ID, state_id.encode())
-        return replaced
 
-    def _note_placing(self, terms: Collection[int]) -> None:
-        if terms:
-            write_object(self.objects, PLACING, " ".join(map(str, sorted(terms))).encode())
-        else:
-            with as_storage_errors():
-                delete_objects(self.objects, [PLACING])
+        Raises:
+            BackupError: The database failed, and the message says if it may have the rows all the same.
+        """
+        try:
+            with as_backup_errors(), read_rows(facts) as source, self._session.engine.begin() as connection:
+                replaced = _move_aside(connection) if read_version(connection) else ""
+                copy_tables(source, connection)
+                for row in (*rows, MetaRow(PLACED, str(self._session.term))):
+                    set_meta(connection, row.name, row.value)
+                before_commit()
+                crashpoint("shared_rows_written")
+                self._named = True  # whether a commit that fails has been made, only the database knows
+        except BackupError as error:
+            if not self._named:
+                raise
+            raise BackupError(f"{_IN_DOUBT} ({error})", Exit.TRY_AGAIN) from error
+        crashpoint("shared_rows_committed")
+        return replaced
 
     def _put(self, folder: Path, blob: NamedBlob, tell: Callable[[int], None]) -> int:
         path = folder / blob.digest

@@ -16,6 +16,7 @@ from fedring.server.state.backup.restore import (
 )
 from fedring.server.state.files import BLOBS, FACTS
 from fedring.server.state.shared.placing import led_place
+from fedring.server.state.shared.source import as_backup_errors
 
 
 def restore_shared(
@@ -36,7 +37,8 @@ def restore_shared(
     Raises:
         ConfigError: A server leads, there is a state already, or `backup` is not a backup that this program
             understands.
-        BackupError: The backup is damaged, or the database or the object store failed.
+        BackupError: The backup is damaged, or the database or the object store failed. What was there before is there
+            still, unless the message says that this is not known.
     """
     manifest = read_manifest(backup)
     with ExitStack() as stack:
@@ -59,6 +61,10 @@ def restore_shared(
         place.announce(contents.state_id)
         with blaming(backup):
             place.put_blobs(backup / BLOBS, contents.blobs, tell)
-        replaced = place.put_rows(draft / FACTS, contents.state_id, rows)
-        place.put_aside(contents.blobs)
-    return Restored(manifest, replaced_schema=replaced)
+        replaced, left = place.put_rows(draft / FACTS, rows), ""
+        try:
+            with as_backup_errors():
+                place.tidy(contents.state_id, contents.blobs)
+        except BackupError as error:  # the new state is there all the same: a repeat would put it aside
+            left = str(error)
+    return Restored(manifest, replaced_schema=replaced, left=left)
