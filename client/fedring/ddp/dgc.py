@@ -6,7 +6,6 @@ One message a bucket goes to all other workers at once, while the gradients of o
 gradients are clipped together. The state knows nothing of buckets: it is the same with any bucket_cap_mb.
 """
 
-import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +18,13 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from fedring.c10d import GradBucket
-from fedring.codec import CodecError
-from fedring.codec.gradient import Entries, decode_gradient, encode_gradient, largest_message
+from fedring.codec.gradient import encode_gradient, largest_message
 from fedring.compress.dgc import DGC, Memory, clip_together, put_back, ratio_at
 from fedring.ddp.exchange import exchange
 from fedring.ddp.gradients import Gradients
-from fedring.ddp.parts import DGCStep, apply_parts, count_to_send, make_part, whole_precision
+from fedring.ddp.parts import DGCStep, apply_parts, count_to_send, make_part, read_messages, whole_precision
 from fedring.ddp.sgd import check_optimizer
 from fedring.ddp.state import HookState
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,14 +151,7 @@ class DGCState(HookState):
             CodecError: If a message is not valid; the text names its rank.
         """
         arrived = time.perf_counter()
-        sizes = [grad.numel() for grad in grads]
-        try:
-            decoded = [_decode(message, sizes, rank) for rank, message in enumerate(messages)]
-        except CodecError as error:
-            if error.reason != "non_finite":
-                raise
-            log.debug("%s", error)
-            decoded = None
+        decoded = read_messages(messages, [grad.numel() for grad in grads])
         with torch.no_grad():
             if decoded is None:
                 for name, grad in zip(names, grads, strict=True):
@@ -302,10 +291,3 @@ def _limit(sizes: Sequence[int], step: DGCStep) -> int:
     sparse = [(size, count) for size in sizes if (count := count_to_send(size, step)) is not None]
     whole = [(size, None) for size in sizes if count_to_send(size, step) is None]
     return largest_message(sparse, step.config.precision) + largest_message(whole, whole_precision(step.config))
-
-
-def _decode(message: memoryview, sizes: Sequence[int], rank: int) -> list[Entries]:
-    try:
-        return decode_gradient(message, sizes=sizes)
-    except CodecError as error:
-        raise CodecError(error.reason, f"from rank {rank}: {error.detail}") from error
