@@ -80,7 +80,8 @@ class TopKState(CorrectedState):
     ) -> None:
         """Keep the part that this worker's message has left out.
 
-        It is that of `rank`. A step that is not finite, `decoded` None, leaves the memory as it was: whoever scales gradients skips it.
+        It is that of `rank`. A step that is not finite, `decoded` None, leaves the memory as it was: whoever scales
+        gradients skips it.
         """
         if decoded is not None:
             parts = zip(decoded[rank], targets, strict=True)
