@@ -70,6 +70,7 @@ class DGCState(HookState):
         self.config = config
         self.epoch = 0
         self.step = 0
+        self._steps_that_count = 0
         self._held: list[_Held] = []
         self._memories = {name: Memory.empty(p.numel(), p.device) for name, p in self.parameters.items()}
 
@@ -192,15 +193,18 @@ class DGCState(HookState):
 
     def end_step(self) -> None:
         """See HookState.end_step; sent entries are not put back any more."""
+        self._steps_that_count = self.step
         for memory in self._memories.values():
             memory.taken = None
 
     def undo(self) -> None:
         """See HookState.undo; entries that were sent return to the residuals.
 
-        The gradients since then are owed, too.
+        There they stay together with the rest of the broken step's gradient, which cannot be told from earlier ones any
+        more. When the step is repeated with the same parameters, it stands for the new gradient.
         """
         for memory in self._memories.values():
+            memory.repeats |= memory.taken is not None and memory.taken.indices is not None
             put_back(memory)
 
     def shared(self) -> dict[str, Tensor]:
@@ -211,6 +215,9 @@ class DGCState(HookState):
     def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
         """See HookState.regroup."""
         super().regroup(shared, steps=steps)
+        if steps != self._steps_that_count:  # the others have repeated the step that broke here
+            for memory in self._memories.values():
+                memory.repeats = False
         self.step = steps
         for name, momentum in shared.items():
             self._memories[name].momentum.copy_(momentum)
@@ -233,6 +240,11 @@ class DGCState(HookState):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_held": []}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"_steps_that_count": state["step"]} | state)
+        # Objects of earlier releases do not have all that a memory has now.
+        self._memories = {name: Memory(kept.momentum, kept.residual) for name, kept in self._memories.items()}
+
     def _contents(self) -> dict[str, Any]:
         return {
             "epoch": self.epoch,
@@ -245,9 +257,11 @@ class DGCState(HookState):
         for kind in ("momentum", "residual"):
             _check_sizes(self.parameters, state[kind])
         for name, memory in self._memories.items():
+            memory.taken, memory.repeats = None, False
             memory.momentum.copy_(state["momentum"][name])
             memory.residual.copy_(state["residual"][name])
         self.epoch, self.step = state["epoch"], state["step"]
+        self._steps_that_count = self.step
 
     def _sent_whole(self) -> list[str]:
         now = DGCStep(self.config, self.ratio, self.step, 1)

@@ -74,7 +74,9 @@ def make_part(grad: Tensor, memory: Memory, step: DGCStep) -> Part:
         words = to_words(owed.cpu().numpy(), whole_precision(config))
         owed.sub_(torch.tensor(words.values, device=owed.device))
         return Part(None, words)
-    residual = accumulate(grad, memory, config)
+    # The gradient of a try that broke off is still there, and stands for that of the same step now.
+    residual = memory.residual if memory.repeats else accumulate(grad, memory, config)
+    memory.repeats = False
     # Of a parameter that no worker has used, DistributedDataParallel would drop all that is sent.
     nothing = torch.empty(0, dtype=torch.int64, device=residual.device)
     indices = nothing if is_zero(grad) else select(residual, count, config, step=step.step)
