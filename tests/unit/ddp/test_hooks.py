@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,7 @@ def _group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def model() -> nn.Module:
+def model() -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(24, 16)
 
@@ -263,6 +264,27 @@ def test_a_step_of_topk_that_is_not_finite_comes_back_as_nan_on_all_workers(
         first, second = exchanged(2)
         assert torch.equal(first, second)
         assert first.isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in HOOKS if name != "noop"] + ["fp16(topk)", "bf16(topk)"])
+def test_grad_scaler_skips_a_step_with_infinity_with_every_hook(name: str) -> None:
+    net = model()
+    ddp = DistributedDataParallel(net)
+    ddp.register_comm_hook(*hooks.hook_by_name(name, net.named_parameters()))
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=8.0)
+    weights = [net.weight.detach().clone()]
+    for step in range(6):
+        optimizer.zero_grad()
+        inputs = torch.randn(4, 24, generator=torch.Generator().manual_seed(step))
+        loss = ddp(inputs).square().sum() * (float("inf") if step == 4 else 1.0)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        scaler.step(optimizer)
+        scaler.update()
+        weights.append(net.weight.detach().clone())
+    changed = [not torch.equal(one, other) for one, other in itertools.pairwise(weights)]
+    assert changed == [True] * 4 + [False, True]
+    assert scaler.get_scale() == 4.0
+    assert weights[-1].isfinite().all()
 
 
 def test_a_step_of_topk_that_is_not_finite_and_broke_here_changes_nothing() -> None:
