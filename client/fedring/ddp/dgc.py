@@ -55,6 +55,7 @@ class DGCState(HookState):
     """
 
     kind = "dgc"
+    _steps_that_count = 0
 
     def __init__(
         self,
@@ -70,7 +71,6 @@ class DGCState(HookState):
         self.config = config
         self.epoch = 0
         self.step = 0
-        self._steps_that_count = 0
         self._held: list[_Held] = []
         self._memories = {name: Memory.empty(p.numel(), p.device) for name, p in self.parameters.items()}
 
@@ -97,6 +97,8 @@ class DGCState(HookState):
             ValueError: If the model or the optimizer does not fit.
         """
         super().bind(named_parameters)
+        # The objects of earlier releases do not have all that a memory has now.
+        self._memories = {name: Memory(kept.momentum, kept.residual) for name, kept in self._memories.items()}
         _check_sizes(self.parameters, self.owed())
         if optimizer is not None:
             check_optimizer(optimizer, self.config)
@@ -239,11 +241,6 @@ class DGCState(HookState):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_held": []}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"_steps_that_count": state["step"]} | state)
-        # Objects of earlier releases do not have all that a memory has now.
-        self._memories = {name: Memory(kept.momentum, kept.residual) for name, kept in self._memories.items()}
 
     def _contents(self) -> dict[str, Any]:
         return {
