@@ -199,7 +199,7 @@ def _commands() -> list[bytes]:
 def _layout(data: bytes) -> None:
     parameters = [torch.zeros(2, 3), torch.zeros(())]
     _, states, _ = read_layout(data.decode("utf-8", "replace"), parameters)
-    assert sum(value.numel() for state in states for value in state.values() if isinstance(value, torch.Tensor)) <= 112
+    assert sum(value.numel() for state in states for value in state.values() if isinstance(value, torch.Tensor)) <= 208
 
 
 def _roster(data: bytes) -> None:
@@ -241,7 +241,11 @@ def wire_targets() -> dict[str, Target]:
         "command": Target(_command, _commands(), (SeamError, SecureError, DecodeError), pb.TrainCmd),
         "optimizer layout": Target(
             _layout,
-            [b'[{"step": {"shape": [], "dtype": "float32", "cpu": true}, "a": {"value": 1}}, {}]', DEEP],
+            [
+                b'[{"step": {"shape": [], "dtype": "float32", "cpu": true}, "a": {"value": 1}}, {}]',
+                b'[{}, {}, {"tensors": [{"seen": {"shape": [2], "dtype": "float32", "cpu": true}}]}]',
+                DEEP,
+            ],
             (TrainError,),
         ),
         "roster": Target(_roster, _rosters(), (SecureError, DecodeError), wire.SecureRoster),

@@ -142,6 +142,19 @@ class Slowing(torch.optim.SGD):
         return super().step(closure)
 
 
+class Estimating(torch.optim.SGD):
+    """An optimizer that keeps an estimate in its groups as a tensor, as some do, and takes smaller steps by it."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Add the squares of the gradients to the estimate, and take a step."""
+        for group in self.param_groups:
+            gradients = [parameter.grad for parameter in group["params"] if parameter.grad is not None]
+            group["seen"] = group.get("seen", torch.zeros(2)) + sum(float(g.square().sum()) for g in gradients)
+            for gradient in gradients:
+                gradient.div_(1 + group["seen"][1])
+        return super().step(closure)
+
+
 def newcomer(rank: int, optimizer: type[torch.optim.SGD] = torch.optim.SGD) -> dict[str, Any]:
     """Join with another model and without momentum, while rank 0 is in the middle of an epoch."""
     model = net()
@@ -339,6 +352,7 @@ SCENARIOS: dict[str, Any] = {
     "without samples": without_samples,
     "newcomer": newcomer,
     "newcomer to an optimizer with values in groups": partial(newcomer, optimizer=Slowing),
+    "newcomer to an optimizer with tensors in groups": partial(newcomer, optimizer=Estimating),
     "broken newcomer": broken_newcomer,
     "named inputs": named_inputs,
     "two histories": partial(two_histories, same_round=True),

@@ -85,6 +85,7 @@ class Memory:
     momentum: Tensor  # [n] float32; of a tensor sent whole, the momentum of the mean over all workers
     residual: Tensor  # [n] float32, what is owed
     taken: Taken | None = None  # entries that the newest step took out, until the step counts
+    repeats: bool = False  # whether it has the next step's gradient, from a try that broke off
 
     @staticmethod
     def empty(numel: int, device: torch.device) -> "Memory":
@@ -156,8 +157,8 @@ def put_back(memory: Memory) -> None:
 
     Nothing happens if that step counts already.
 
-    The step's gradient stays in the residual if the tensor is not sent whole: it counts as one more gradient of the
-    next step, which is taken with the same parameters.
+    The step's gradient stays in momentum and residual if the tensor is not sent whole. It counts as one more gradient
+    of the next step, which is taken with the same parameters, or as that step's own (`Memory.repeats`).
     """
     taken, memory.taken = memory.taken, None
     if taken is None:

@@ -6,7 +6,6 @@ One message a bucket goes to all other workers at once, while the gradients of o
 gradients are clipped together. The state knows nothing of buckets: it is the same with any bucket_cap_mb.
 """
 
-import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +18,13 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from fedring.c10d import GradBucket
-from fedring.codec import CodecError
-from fedring.codec.gradient import Entries, decode_gradient, encode_gradient, largest_message
+from fedring.codec.gradient import encode_gradient, largest_message
 from fedring.compress.dgc import DGC, Memory, clip_together, put_back, ratio_at
 from fedring.ddp.exchange import exchange
 from fedring.ddp.gradients import Gradients
-from fedring.ddp.parts import DGCStep, apply_parts, count_to_send, make_part, whole_precision
+from fedring.ddp.parts import DGCStep, apply_parts, count_to_send, make_part, read_messages, whole_precision
 from fedring.ddp.sgd import check_optimizer
 from fedring.ddp.state import HookState
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +55,7 @@ class DGCState(HookState):
     """
 
     kind = "dgc"
+    _steps_that_count = 0
 
     def __init__(
         self,
@@ -100,6 +97,8 @@ class DGCState(HookState):
             ValueError: If the model or the optimizer does not fit.
         """
         super().bind(named_parameters)
+        # The objects of earlier releases do not have all that a memory has now.
+        self._memories = {name: Memory(kept.momentum, kept.residual) for name, kept in self._memories.items()}
         _check_sizes(self.parameters, self.owed())
         if optimizer is not None:
             check_optimizer(optimizer, self.config)
@@ -155,14 +154,7 @@ class DGCState(HookState):
             CodecError: If a message is not valid; the text names its rank.
         """
         arrived = time.perf_counter()
-        sizes = [grad.numel() for grad in grads]
-        try:
-            decoded = [_decode(message, sizes, rank) for rank, message in enumerate(messages)]
-        except CodecError as error:
-            if error.reason != "non_finite":
-                raise
-            log.debug("%s", error)
-            decoded = None
+        decoded = read_messages(messages, [grad.numel() for grad in grads])
         with torch.no_grad():
             if decoded is None:
                 for name, grad in zip(names, grads, strict=True):
@@ -203,15 +195,18 @@ class DGCState(HookState):
 
     def end_step(self) -> None:
         """See HookState.end_step; sent entries are not put back any more."""
+        self._steps_that_count = self.step
         for memory in self._memories.values():
             memory.taken = None
 
     def undo(self) -> None:
         """See HookState.undo; entries that were sent return to the residuals.
 
-        The gradients since then are owed, too.
+        There they stay together with the rest of the broken step's gradient, which cannot be told from earlier ones any
+        more. When the step is repeated with the same parameters, it stands for the new gradient.
         """
         for memory in self._memories.values():
+            memory.repeats |= memory.taken is not None and memory.taken.indices is not None
             put_back(memory)
 
     def shared(self) -> dict[str, Tensor]:
@@ -222,6 +217,9 @@ class DGCState(HookState):
     def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
         """See HookState.regroup."""
         super().regroup(shared, steps=steps)
+        if steps != self._steps_that_count:  # the others have repeated the step that broke here
+            for memory in self._memories.values():
+                memory.repeats = False
         self.step = steps
         for name, momentum in shared.items():
             self._memories[name].momentum.copy_(momentum)
@@ -256,9 +254,11 @@ class DGCState(HookState):
         for kind in ("momentum", "residual"):
             _check_sizes(self.parameters, state[kind])
         for name, memory in self._memories.items():
+            memory.taken, memory.repeats = None, False
             memory.momentum.copy_(state["momentum"][name])
             memory.residual.copy_(state["residual"][name])
         self.epoch, self.step = state["epoch"], state["step"]
+        self._steps_that_count = self.step
 
     def _sent_whole(self) -> list[str]:
         now = DGCStep(self.config, self.ratio, self.step, 1)
@@ -302,10 +302,3 @@ def _limit(sizes: Sequence[int], step: DGCStep) -> int:
     sparse = [(size, count) for size in sizes if (count := count_to_send(size, step)) is not None]
     whole = [(size, None) for size in sizes if count_to_send(size, step) is None]
     return largest_message(sparse, step.config.precision) + largest_message(whole, whole_precision(step.config))
-
-
-def _decode(message: memoryview, sizes: Sequence[int], rank: int) -> list[Entries]:
-    try:
-        return decode_gradient(message, sizes=sizes)
-    except CodecError as error:
-        raise CodecError(error.reason, f"from rank {rank}: {error.detail}") from error

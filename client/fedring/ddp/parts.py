@@ -1,5 +1,6 @@
 """One tensor's part in messages of deep gradient compression."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,11 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedring.codec.gradient import Entries, Part
+from fedring.codec import CodecError
+from fedring.codec.gradient import Entries, Part, decode_gradient
 from fedring.codec.precision import Precision, to_words
 from fedring.compress.correction import is_finite, is_zero
 from fedring.compress.dgc import DGC, Memory, Taken, accumulate, apply_momentum, clipped, forget, kept_count
 from fedring.compress.dgc_select import select
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,9 @@ def make_part(grad: Tensor, memory: Memory, step: DGCStep) -> Part:
         words = to_words(owed.cpu().numpy(), whole_precision(config))
         owed.sub_(torch.tensor(words.values, device=owed.device))
         return Part(None, words)
-    residual = accumulate(grad, memory, config)
+    # The gradient of a try that broke off is still there, and stands for that of the same step now.
+    residual = memory.residual if memory.repeats else accumulate(grad, memory, config)
+    memory.repeats = False
     # Of a parameter that no worker has used, DistributedDataParallel would drop all that is sent.
     nothing = torch.empty(0, dtype=torch.int64, device=residual.device)
     indices = nothing if is_zero(grad) else select(residual, count, config, step=step.step)
@@ -99,6 +105,32 @@ def apply_parts(parts: Sequence[Entries], grad: Tensor, memory: Memory, config: 
         total = apply_momentum(total, memory, config)
     if total is not grad:
         grad.copy_(total)
+
+
+def read_messages(messages: Sequence[memoryview | bytes], sizes: Sequence[int]) -> list[list[Entries]] | None:
+    """Decode all workers' messages about the tensors of a bucket.
+
+    Args:
+        messages: The messages, in the order of ranks.
+        sizes: The number of entries of each tensor.
+
+    Returns:
+        For each worker, its entries of each tensor. None if the gradient of one has NaN or infinity: then all workers
+        treat the whole bucket as NaN, as in a mean without compression, so that all skip the same step.
+
+    Raises:
+        CodecError: If a message is not valid; the text names its rank.
+    """
+    decoded = []
+    for rank, message in enumerate(messages):
+        try:
+            decoded.append(decode_gradient(message, sizes=sizes))
+        except CodecError as error:
+            if error.reason != "non_finite":
+                raise CodecError(error.reason, f"from rank {rank}: {error.detail}") from error
+            log.debug("the gradient of rank %d has NaN or infinity", rank)
+            return None
+    return decoded
 
 
 def add_entries(messages: Sequence[Entries], total: Tensor) -> Tensor:

@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from fedring.train.errors import SeamError, TrainError
 from fedring.train.tensors.state import dtype_of, tensors_of
 from fedring.untrusted import parse_json
-from fedring.workers.optimizer_groups import Groups, group_values, is_plain, put_groups, read_groups
+from fedring.workers.optimizer_groups import (
+    Groups,
+    check_tables,
+    group_tensors,
+    group_values,
+    is_plain,
+    put_groups,
+    put_tensors,
+    read_groups,
+)
 
 State = dict[str, Any]  # an optimizer's state of one parameter
 _MAX_LAYOUT_BYTES = 64 << 20
@@ -76,6 +85,10 @@ class Replica:
         """
         return digest_of(parameter for parameter in self.model.parameters())
 
+    def full_digest(self) -> bytes:
+        """Return the BLAKE3 of all tensors that workers make equal, 32 bytes."""
+        return digest_of(chain(self.tensors(), _states_of(self.optimizer)))
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the model and of the shared state.
 
@@ -103,7 +116,7 @@ def synchronize(replica: Replica) -> int:
             bad_peer, if the progress of the worker with the most steps cannot be.
     """
     progress = replica.progress
-    mine = [progress.steps, *_words(digest_of(chain(replica.tensors(), _states_of(replica.optimizer))))]
+    mine = [progress.steps, *_words(replica.full_digest())]
     everyone = gather(mine)
     steps = [row[0] for row in everyone]
     source = steps.index(max(steps))
@@ -111,7 +124,7 @@ def synchronize(replica: Replica) -> int:
     if any(row != everyone[0] for row in everyone):
         progress = _share_progress(progress, source, steps=steps[source])
         values = [_received(tensor, source) for tensor in replica.tensors()]
-        states, groups = _share_optimizer(replica, source)
+        states, tensors, groups = _share_optimizer(replica, source)
         # Only now, when all of it is here. A worker with a part of another's state would pass that on as its own, if
         # the group fails and the next one takes it for the most advanced.
         if dist.get_rank() != source:
@@ -119,18 +132,21 @@ def synchronize(replica: Replica) -> int:
                 tensor.detach().copy_(value)
             replica.optimizer.state.update(states)
             put_groups(replica.optimizer, groups)
+            put_tensors(replica.optimizer, tensors)
             replica.progress = progress
     return source
 
 
 def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors of an optimizer's state.
+    """Yield the tensors of an optimizer's state and of its groups.
 
     The order is the same on all workers.
     """
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         state = optimizer.state.get(parameter, {})
         yield from (state[key] for key in sorted(state) if isinstance(state[key], Tensor))
+    for tensors in group_tensors(optimizer):
+        yield from (tensors[key] for key in sorted(tensors))
 
 
 def all_equal(replica: Replica) -> bool:
@@ -178,7 +194,7 @@ def _share_progress(progress: Progress, source: int, *, steps: int) -> Progress:
     return Progress(*told)
 
 
-def _share_optimizer(replica: Replica, source: int) -> tuple[dict[Tensor, State], Groups]:
+def _share_optimizer(replica: Replica, source: int) -> tuple[dict[Tensor, State], list[State], Groups]:
     """Send an optimizer's state to all other workers.
 
     They are those of the default group.
@@ -189,8 +205,8 @@ def _share_optimizer(replica: Replica, source: int) -> tuple[dict[Tensor, State]
         source: The rank that has the state.
 
     Returns:
-        The source's states by parameter, its own objects at the source and copies elsewhere, and the values of its
-        groups of parameters.
+        The source's states by parameter, and the tensors of its groups of parameters, its own objects at the source
+        and copies elsewhere, and the plain values of the groups.
 
     Raises:
         TrainError: With the reason bad_optimizer, if a state holds something that cannot be sent, or a peer sent a
@@ -199,9 +215,11 @@ def _share_optimizer(replica: Replica, source: int) -> tuple[dict[Tensor, State]
     optimizer = replica.optimizer
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if dist.get_rank() == source:
-        shared, groups = [optimizer.state.get(p, {}) for p in parameters], replica.groups
+        shared, groups = [*(optimizer.state.get(p, {}) for p in parameters), *group_tensors(optimizer)], replica.groups
         layout = [_layout(state) for state in shared]
-        _share_text(json.dumps([*layout, {"groups": groups}] if groups else layout), source)
+        told = {"groups": groups, "tensors": layout[len(parameters) :]}
+        rest = {key: value for key, value in told.items() if value}
+        _share_text(json.dumps(layout[: len(parameters)] + ([rest] if rest else [])), source)
     else:
         layout, shared, groups = read_layout(_share_text("", source), parameters, groups=len(optimizer.param_groups))
     # All workers have the same layout now, so all take part in the same broadcasts in the same order.
@@ -209,7 +227,7 @@ def _share_optimizer(replica: Replica, source: int) -> tuple[dict[Tensor, State]
         for key, entry in entries.items():
             if "shape" in entry:
                 _broadcast(state[key], source)
-    return dict(zip(parameters, shared, strict=True)), groups
+    return dict(zip(parameters, shared, strict=False)), shared[len(parameters) :], groups
 
 
 def read_layout(
@@ -218,24 +236,36 @@ def read_layout(
     """Parse a peer's layout of an optimizer's state, and allocate its tensors.
 
     Args:
-        text: One entry for each parameter, and one with the values of the groups of parameters if there are any.
+        text: One entry for each parameter, and one with the values of the groups of parameters if there are any:
+            `groups`, the plain ones, and `tensors`.
         parameters: The parameters.
         groups: The number of groups.
 
     Returns:
-        The layout, the states, whose tensors hold zeros, and the values of the groups.
+        The layout, the states, whose tensors hold zeros, and the plain values of the groups. The tensors of the groups,
+        if there are any, are the last entries of layout and states.
 
     Raises:
         TrainError: With the reason bad_optimizer, if it does not fit the parameters.
     """
     try:
-        layout, told = parse_json(text), []
+        layout, rest, owners = parse_json(text), {}, list(parameters)
         if len(layout) == len(parameters) + 1:
-            told = read_groups(layout.pop()["groups"], groups)
+            layout, rest = layout[:-1], layout[-1]
+            if not rest.keys() & {"groups", "tensors"}:
+                raise ValueError(f"the values of groups of parameters are {rest!r:.100}")
+        told = read_groups(rest["groups"], groups) if "groups" in rest else []
+        if "tensors" in rest:
+            check_tables(rest["tensors"], groups, of=dict)
+            layout = [*layout, *rest["tensors"]]
+            owners += [max(parameters, key=torch.numel)] * groups  # which bounds their sizes
         if (largest := max((len(entries) for entries in layout), default=0)) > _MOST_STATES:
             raise ValueError(f"{largest} values for one parameter")
-        pairs = zip(parameters, layout, strict=True)
-        return layout, [{key: _made(entry, of) for key, entry in entries.items()} for of, entries in pairs], told
+        pairs = zip(owners, layout, strict=True)
+        states = [{key: _made(entry, of) for key, entry in entries.items()} for of, entries in pairs]
+        if not all(isinstance(value, Tensor) for state in states[len(parameters) :] for value in state.values()):
+            raise ValueError("a tensor of a group of parameters is a plain value")
+        return layout, states, told
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, SeamError) as error:
         raise TrainError(
             "bad_optimizer", f"The layout of a peer's optimizer state cannot be used: {error!r:.200}."

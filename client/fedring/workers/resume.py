@@ -12,7 +12,14 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from fedring.train.tensors.state import tensors_of
-from fedring.workers.optimizer_groups import group_values, put_groups, read_groups
+from fedring.workers.optimizer_groups import (
+    check_tables,
+    group_tensors,
+    group_values,
+    put_groups,
+    put_tensors,
+    read_groups,
+)
 from fedring.workers.replica import Progress, Replica, digest_of, equal_on_all, gather
 
 _NONE = -1
@@ -94,6 +101,7 @@ def replica_content(replica: Replica) -> dict[str, Any]:
         "model": dict(tensors_of(replica.model)),
         "optimizer": {names[id(parameter)]: dict(state) for parameter, state in states},
         "groups": group_values(replica.optimizer),
+        "group_tensors": group_tensors(replica.optimizer),
     }
 
 
@@ -127,6 +135,9 @@ def restore_replica(replica: Replica, content: dict[str, Any], *, same_round: bo
     optimizer.load_state_dict({"state": found, "param_groups": optimizer.state_dict()["param_groups"]})
     if "groups" in content:  # not in those of 1.0.0
         put_groups(optimizer, read_groups(content["groups"], len(optimizer.param_groups)))
+    if tensors := content.get("group_tensors"):
+        check_tables(tensors, len(optimizer.param_groups), of=Tensor)
+        put_tensors(optimizer, tensors)
 
 
 def _names(replica: Replica) -> dict[int, str]:

@@ -25,14 +25,25 @@ from fedring.train.tensors.skeleton import replace_tensors
 from fedring.train.tensors.state import schema_of, tensors_of
 from fedring.untrusted import parse_json
 from fedring.workers.cutting import cut_model
-from fedring.workers.optimizer_groups import Groups, group_values, is_plain, put_groups, read_groups
+from fedring.workers.optimizer_groups import (
+    Groups,
+    GroupTensors,
+    check_tables,
+    group_tensors,
+    group_values,
+    is_plain,
+    largest_parameter,
+    put_groups,
+    put_tensors,
+    read_groups,
+)
 from fedring.workers.replica import Progress
 from fedring.workers.state_file import TensorFile, write_tensors
 
 Sink = Callable[[Entry, int, NDArray[np.floating]], None]
 """Takes some values of a tensor of the model, as StageState.put() does."""
 
-_MODEL, _OPTIMIZER = "model/", "optimizer/"
+_MODEL, _OPTIMIZER, _GROUPS = "model/", "optimizer/", "groups/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +141,8 @@ class StageState:
             TrainError: With the reason bad_optimizer or bad_checkpoint, if a value cannot be stored.
         """
         stored = {_MODEL + name: tensor for name, tensor in self.tensors.items()}
+        for number, tensors in enumerate(group_tensors(self.optimizer)):
+            stored |= {f"{_GROUPS}{number}/{key}": tensor for key, tensor in tensors.items()}
         plain: dict[str, dict[str, Any]] = {}
         for name, parameter in self._trained().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -163,7 +176,7 @@ class StageState:
                     file.read_into(_MODEL + name, tensor)
             trained = self._trained()
             states = _plain(file, trained)
-            kept = _groups(file, len(self.optimizer.param_groups))
+            kept, tensors = _groups(file, len(self.optimizer.param_groups)), _group_tensors(file, self.optimizer)
             for stored, place in file.tensors.items():
                 if not stored.startswith(_OPTIMIZER):
                     continue
@@ -180,6 +193,7 @@ class StageState:
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": filled, "param_groups": groups})
         put_groups(self.optimizer, kept)
+        put_tensors(self.optimizer, tensors)
 
     def _trained(self) -> dict[str, Tensor]:
         """Return the parameters of the optimizer, by name in the model."""
@@ -227,6 +241,25 @@ def _groups(file: TensorFile, count: int) -> Groups:
         return read_groups(parse_json(file.metadata["groups"]), count) if "groups" in file.metadata else []
     except ValueError as error:
         raise TrainError("bad_checkpoint", f"The checkpoint's optimizer cannot be used: {error}.") from error
+
+
+def _group_tensors(file: TensorFile, optimizer: torch.optim.Optimizer) -> GroupTensors:
+    """Return the tensors of the optimizer's groups of parameters."""
+    found: GroupTensors = [{} for _ in optimizer.param_groups]
+    for stored, place in file.tensors.items():
+        if not stored.startswith(_GROUPS):
+            continue
+        number, _, key = stored.removeprefix(_GROUPS).partition("/")
+        size = int(np.prod(place.shape))
+        if number not in map(str, range(len(found))) or size > largest_parameter(optimizer):
+            raise TrainError("bad_checkpoint", f"The checkpoint has {stored!r:.100} of {size} values.")
+        found[int(number)][key] = torch.empty(place.shape, dtype=place.dtype)
+        file.read_into(stored, found[int(number)][key])
+    try:
+        check_tables(found, len(found), of=Tensor)
+    except ValueError as error:
+        raise TrainError("bad_checkpoint", f"The checkpoint's optimizer cannot be used: {error}.") from error
+    return found
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:

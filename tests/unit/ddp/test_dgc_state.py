@@ -96,6 +96,20 @@ def test_training_continues_from_a_pickled_state_bit_for_bit(
     assert all(map(torch.equal, straight.parameters(), again.parameters()))
 
 
+def test_an_object_of_an_earlier_release_can_be_loaded(group: dist.ProcessGroup) -> None:
+    net = model()
+    state = state_of(net, group)
+    step(net, DGCStepper(state), 0)
+    saved = state.__getstate__()
+    saved.pop("_steps_that_count", None)
+    for memory in saved["_memories"].values():
+        del memory.repeats
+    restored = DGCState.__new__(DGCState)
+    restored.__setstate__(saved)
+    restored.bind(net.named_parameters())
+    assert all(grad.any() for grad in step(net, DGCStepper(restored), 1))
+
+
 def test_a_pickled_state_can_only_be_bound_to_its_model_and_a_fitting_optimizer(group: dist.ProcessGroup) -> None:
     net = model()
     restored = pickle.loads(pickle.dumps(state_of(net, group)))  # noqa: S301  # of our own making
@@ -180,6 +194,44 @@ def test_what_was_sent_in_a_step_that_counts_is_never_put_back(group: dist.Proce
     state.undo()
     assert torch.equal(state.shared()["0.bias"], state.state_dict()["momentum"]["0.bias"])
     assert state.state_dict()["residual"]["0.weight"].count_nonzero() == 1200
+
+
+@pytest.mark.parametrize("tries", [1, 2])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_step_that_broke_off_and_is_repeated_counts_once(
+    group: dist.ProcessGroup, momentum: float, tries: int
+) -> None:
+    net, config = model(), dataclasses.replace(CONFIG, momentum=momentum)
+    straight, broken = (DGCState(group, config, named_parameters=net.named_parameters()) for _ in range(2))
+    for state in (straight, broken):
+        step(net, DGCStepper(state), 0)
+        state.end_step()
+    for _ in range(tries):
+        step(net, DGCStepper(broken), 1)
+        broken.undo()
+        broken.regroup(broken.shared(), steps=1)
+        broken.end_step()
+        broken.undo()  # the group breaks off before anything is sent
+        broken.regroup(broken.shared(), steps=1)
+        broken.end_step()
+    for seed in (1, 2):
+        results = [step(net, DGCStepper(state), seed) for state in (straight, broken)]
+        assert all(map(torch.equal, *results))
+    for kind in ("momentum", "residual"):
+        one, other = straight.state_dict()[kind], broken.state_dict()[kind]
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_a_worker_that_missed_a_group_adds_the_gradient_of_its_next_step(group: dist.ProcessGroup) -> None:
+    net = model()
+    state = state_of(net, group)
+    step(net, DGCStepper(state), 0)
+    state.undo()
+    state.regroup(state.shared(), steps=3)  # the others have repeated the step, and taken two more
+    state.end_step()
+    before = state.state_dict()["momentum"]["0.weight"].clone()
+    step(net, DGCStepper(state), 3)
+    assert (state.state_dict()["momentum"]["0.weight"] != before).sum() > 1000
 
 
 def test_global_clipping_scales_the_whole_gradient(group: dist.ProcessGroup) -> None:

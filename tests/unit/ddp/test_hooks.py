@@ -2,22 +2,29 @@
 
 import copy
 import io
+import itertools
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ring_groups import ring_groups
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
+from fedring.codec.precision import Precision
+from fedring.compress.correction import ErrorFeedback, Feedback
 from fedring.ddp import DGC, hooks
+from fedring.ddp.gradients import Gradients
 from fedring.ddp.hooks.by_name import HOOKS
 from fedring.ddp.hooks.summing import HookedSum
 from fedring.ddp.local_sgd import LocalSGD
 from fedring.ddp.state import HookState
+from fedring.ddp.turns import run
 from fedring.train.errors import SeamError
 
 Make = Callable[..., HookState]
@@ -36,7 +43,7 @@ def _group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def model() -> nn.Module:
+def model() -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(24, 16)
 
@@ -201,9 +208,9 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
-@pytest.mark.parametrize("kind", ["powersgd", "int8"])
+@pytest.mark.parametrize("kind", ALL)
 def test_a_step_that_is_not_finite_does_not_affect_later_steps(kind: str) -> None:
-    make, hook = MAKERS[kind]
+    make, hook = ALL[kind]
     net = model()
     state = make(named_parameters=net.named_parameters())
     train(net, state, hook, steps=4)
@@ -223,12 +230,76 @@ def test_a_gradient_of_any_float_dtype_comes_back_as_what_it_was(kind: str, dtyp
     assert grad.isfinite().all()
 
 
-def test_topk_refuses_a_step_that_is_not_finite() -> None:
+@pytest.mark.parametrize(
+    ("bad", "feedback", "precision"),
+    [
+        (float("nan"), "ef", "fp32"),
+        (float("inf"), "ef", "fp16"),
+        (float("-inf"), "ef", "sign"),
+        (float("inf"), "ef21", "fp16"),
+        (float("nan"), "none", "fp16"),
+    ],
+)
+def test_a_step_of_topk_that_is_not_finite_comes_back_as_nan_on_all_workers(
+    bad: float, feedback: Feedback, precision: Precision
+) -> None:
+    """As in a mean without compression, so that GradScaler skips the step."""
+    sizes = [torch.Size([400]), torch.Size([5])]
+    with ring_groups(2) as groups, ThreadPoolExecutor(2) as pool:
+        states = [hooks.TopKState(group, ratio=0.1, feedback=feedback, precision=precision) for group in groups]
+
+        def exchanged(step: int, spoilt: float | None = None) -> list[Tensor]:
+            buffers = [torch.randn(405, generator=torch.Generator().manual_seed(2 * step + rank)) for rank in (0, 1)]
+            if spoilt is not None:
+                buffers[1][7] = spoilt
+            grads = [Gradients(["weight", "bias"], sizes, buffer) for buffer in buffers]
+            return list(pool.map(run, [state.steps(one) for state, one in zip(states, grads, strict=True)]))
+
+        exchanged(0)
+        before = [copy.deepcopy(state.kept) for state in states]
+        assert all(buffer.isnan().all() for buffer in exchanged(1, bad))
+        for state, kept in zip(states, before, strict=True):
+            assert all(same(vars_of(state.kept[name]), vars_of(kept[name])) for name in kept)
+            assert not state.pending
+        first, second = exchanged(2)
+        assert torch.equal(first, second)
+        assert first.isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in HOOKS if name != "noop"] + ["fp16(topk)", "bf16(topk)"])
+def test_grad_scaler_skips_a_step_with_infinity_with_every_hook(name: str) -> None:
+    net = model()
+    ddp = DistributedDataParallel(net)
+    ddp.register_comm_hook(*hooks.hook_by_name(name, net.named_parameters()))
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=8.0)
+    weights = [net.weight.detach().clone()]
+    for step in range(6):
+        optimizer.zero_grad()
+        inputs = torch.randn(4, 24, generator=torch.Generator().manual_seed(step))
+        loss = ddp(inputs).square().sum() * (float("inf") if step == 4 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        weights.append(net.weight.detach().clone())
+    changed = [not torch.equal(one, other) for one, other in itertools.pairwise(weights)]
+    assert changed == [True] * 4 + [False, True]
+    assert scaler.get_scale() == 4.0
+    assert weights[-1].isfinite().all()
+
+
+def test_a_step_of_topk_that_is_not_finite_and_broke_here_changes_nothing() -> None:
     net = model()
     state = hooks.TopKState(None, named_parameters=net.named_parameters())
-    with pytest.raises(Exception, match="non_finite"):
-        train(net, state, hooks.topk_hook, steps=1, values=torch.full((4, 24), float("nan")))
-    assert train(net, state, hooks.topk_hook, steps=1).isfinite().all()
+    train(net, state, hooks.topk_hook, steps=4)
+    before = copy.deepcopy(state.state_dict())
+    grads = Gradients(["weight", "bias"], [torch.Size([16, 24]), torch.Size([16])], torch.full((400,), torch.nan))
+    next(state.steps(grads))
+    state.complete(state.shared())  # another worker has all of its messages
+    assert same(state.state_dict(), before)
+
+
+def vars_of(kept: ErrorFeedback) -> dict[str, Tensor]:
+    return {"own": kept.own, "shared": kept.shared}
 
 
 class Waves(nn.Module):

@@ -189,6 +189,7 @@ def test_a_stream_of_another_generation_is_refused(pair: Pair) -> None:
         call.result(SECONDS)
     assert call.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert reason_of(raised.value) == "stale_generation"
+    assert call.details() == "this worker is in another generation"  # and not in which one
     stale.close()
     operation = pair.allreduce()
     pair.answer()

@@ -1,6 +1,7 @@
 """The memory of users' tensors belongs to the ring only while an operation runs."""
 
 import gc
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -9,13 +10,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from tests.ring_endpoints import world
-from tests.ring_groups import ring_groups, run
+from tests.ring_groups import WAIT, ring_groups, run
 from tests.waiting import until
 from torch import Tensor
 
 from fedring.ring import PeerLost, RingError, RingProcessGroup
+from fedring.ring.engine import collectives
+from fedring.ring.errors import BadFrame
 from fedring.ring.torch import tensors as tensors_module
-from fedring.ring.torch.tensors import as_bytes
+from fedring.ring.torch.tensors import SparseSum, as_bytes
 from fedring.ring.transport.interface import Outgoing
 from fedring.v1 import peer_pb2 as pb
 
@@ -134,3 +137,20 @@ def test_bytes_are_the_tensors_own_memory_and_keep_it() -> None:
     gc.collect()
     assert bytes(data) == b"\7\0\1\0\2\0"
     assert len(as_bytes(torch.empty(0))) == 0
+
+
+@pytest.mark.parametrize("index", [4, -1, 1 << 62, -(1 << 63)])
+def test_entries_outside_of_a_sparse_tensor_end_the_generation(index: int) -> None:
+    with ring_groups(2) as groups:
+        tensor = torch.tensor([1.0, 0, 0, 0]).to_sparse()
+        theirs = SparseSum(tensor.clone(), "sum", rank=1, size=2)
+        theirs.messages[1] = memoryview(struct.pack("<qf", index, 1.0))
+        program = collectives.allgather_bytes(1, 2, theirs.messages, theirs.limit)
+        groups[1].ring.start(theirs.what, program, timeout=60)
+        work = groups[0].allreduce([tensor])
+        for _ in range(2):  # whoever asks again is told again
+            with pytest.raises(BadFrame, match="rank 1 sent entries outside of the tensor") as raised:
+                work.wait(WAIT)
+            assert raised.value.rank == 1
+        assert isinstance(groups[0].world.endpoint.failure, BadFrame)
+        assert tensor.to_dense().tolist() == [1, 0, 0, 0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.unit.group_member import Slowing
+from tests.unit.group_member import Estimating, Slowing
 from torch import nn
 
 from fedring.client.group.checkpoints import JobCheckpoints
@@ -200,7 +200,7 @@ def train(replica: Replica, steps: int) -> None:
         replica.optimizer.step()
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad, Slowing])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad, Slowing, Estimating])
 def test_a_replica_goes_on_bit_for_bit(folder: ReplicaCheckpoints, optimizer: Any) -> None:
     replica, again = trained(4, optimizer), trained(0, optimizer)
     folder.write(4, replica_content(replica))
@@ -213,7 +213,8 @@ def test_a_replica_goes_on_bit_for_bit(folder: ReplicaCheckpoints, optimizer: An
 
 def test_a_checkpoint_of_1_0_0_has_no_values_of_groups(folder: ReplicaCheckpoints) -> None:
     replica, again = trained(4, torch.optim.Adam), trained(0, torch.optim.Adam)
-    folder.write(4, {key: value for key, value in replica_content(replica).items() if key != "groups"})
+    content = {key: value for key, value in replica_content(replica).items() if "group" not in key}
+    folder.write(4, content)
     restore_replica(again, folder.read(4), same_round=True)
     assert replica.digest() == again.digest()
 
@@ -225,6 +226,47 @@ def test_values_that_groups_of_parameters_cannot_have_are_refused(told: Any) -> 
     with pytest.raises(TrainError) as caught:
         read_layout(json.dumps([{}, {"groups": told}]), [torch.zeros(1)])
     assert caught.value.reason == "bad_optimizer"
+
+
+def described(shape: Any, dtype: str = "float32") -> dict[str, Any]:
+    return {"seen": {"shape": shape, "dtype": dtype, "cpu": True}}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [],
+        [{}, {}],
+        {},
+        "text",
+        [[]],
+        [described([7])],
+        [described([-1])],
+        [described([1 << 40, 1 << 40])],
+        [described([1], "complex1")],
+        [{"lr": described([1])["seen"]}],
+        [{"seen": {"value": 1}}],
+        [{str(number): described([1])["seen"] for number in range(17)}],
+    ],
+)
+def test_tensors_that_groups_of_parameters_cannot_have_are_refused(told: Any) -> None:
+    with pytest.raises(TrainError) as caught:
+        read_layout(json.dumps([{}, {"tensors": told}]), [torch.zeros(6)])
+    assert caught.value.reason == "bad_optimizer"
+
+
+@pytest.mark.parametrize("told", [[{}, {}], {"a": 1}, [[]], [{"lr": torch.ones(1)}], [{"seen": 1.0}]])
+def test_a_checkpoint_with_other_tensors_in_groups_is_refused(told: Any) -> None:
+    replica, again = trained(4, Estimating), trained(0, Estimating)
+    with pytest.raises(ValueError, match="tensors"):
+        restore_replica(again, replica_content(replica) | {"group_tensors": told}, same_round=True)
+
+
+def test_replicas_that_differ_in_the_tensors_of_groups_are_not_equal() -> None:
+    one, other = (trained(0, Estimating) for _ in range(2))
+    assert one.full_digest() == other.full_digest()
+    other.optimizer.param_groups[0]["seen"] = torch.ones(2)
+    assert one.full_digest() != other.full_digest()
 
 
 def test_only_values_that_an_optimizer_has_changed_are_sent() -> None:

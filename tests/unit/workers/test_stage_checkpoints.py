@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.group_member import Slowing
+from tests.unit.group_member import Estimating, Slowing
 from torch import nn
 
 from fedring.offers import named
@@ -193,9 +193,41 @@ def test_what_an_optimizer_keeps_in_its_groups_comes_back_too(tmp_path: Path) ->
     one.optimizer.step()
     one.optimizer.step()
     one.save(tmp_path / "file", FACTS)
-    other.load(tmp_path / "file")
+    other.load(tmp_path / "file", values=False)  # which a new stage has not
     assert other.optimizer.param_groups[0]["taken"] == 2
     assert other.optimizer.param_groups[0]["weight_decay"] == 0.05
+
+
+def test_tensors_that_an_optimizer_keeps_in_its_groups_come_back_too(tmp_path: Path) -> None:
+    one, other = (
+        staged().make(0, PLAN, lambda parameters, lr, momentum: Estimating(parameters, lr), torch.device("cpu"))
+        for _ in range(2)
+    )
+    one.optimizer.param_groups[0]["seen"] = torch.tensor([2.0, 3.0])
+    one.save(tmp_path / "file", FACTS)
+    other.load(tmp_path / "file", values=False)  # which a new stage has not
+    assert other.optimizer.param_groups[0]["seen"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("groups/0/seen", torch.zeros(17)),
+        ("groups/1/seen", torch.zeros(1)),
+        ("groups/-1/seen", torch.zeros(1)),
+        ("groups/seen", torch.zeros(1)),
+        ("groups/0/params", torch.zeros(1)),
+        ("groups/0/seen", torch.tensor([torch.nan])),
+    ],
+)
+def test_tensors_of_groups_that_cannot_be_are_a_bad_checkpoint(tmp_path: Path, name: str, tensor: torch.Tensor) -> None:
+    tensors = {f"model/{name}": tensor for name, tensor in filled(0).tensors.items()}
+    write_tensors(tmp_path / "file", {**tensors, name: tensor}, {"plain": "{}"})
+    state = filled(0)
+    with pytest.raises(TrainError) as caught:
+        state.load(tmp_path / "file")
+    assert caught.value.reason == "bad_checkpoint"
+    assert "seen" not in state.optimizer.param_groups[0]
 
 
 def test_values_of_groups_that_cannot_be_are_a_bad_checkpoint(tmp_path: Path) -> None:

@@ -101,7 +101,14 @@ def test_a_step_that_broke_off_counts_as_often_as_the_others_took_it(hook: str, 
         assert result["off"] < 1e-5 < result["size"]
 
 
-@pytest.mark.parametrize("scenario", ["newcomer", "newcomer to an optimizer with values in groups"])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "newcomer",
+        "newcomer to an optimizer with values in groups",
+        "newcomer to an optimizer with tensors in groups",
+    ],
+)
 def test_a_newcomer_takes_over_model_momentum_and_place(scenario: str, results: Results) -> None:
     first, second = results[scenario]
     assert first["source"] == second["source"] == 0

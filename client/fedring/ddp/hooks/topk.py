@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from fedring.c10d import GradBucket
-from fedring.codec.gradient import Entries, Part, decode_gradient, encode_gradient, largest_message
+from fedring.codec.gradient import Entries, Part, encode_gradient, largest_message
 from fedring.codec.precision import Precision, to_words
 from fedring.compress.correction import Feedback
 from fedring.compress.dgc import DGC, kept_count
@@ -19,7 +19,7 @@ from fedring.compress.dgc_select import select
 from fedring.ddp.exchange import exchange
 from fedring.ddp.gradients import Gradients
 from fedring.ddp.hooks.corrected import CorrectedState
-from fedring.ddp.parts import add_entries
+from fedring.ddp.parts import add_entries, read_messages
 from fedring.ddp.turns import Collective, Steps
 from fedring.train.names.hooks import choose_hook
 
@@ -62,20 +62,30 @@ class TopKState(CorrectedState):
         limit = largest_message(list(zip(sizes, counts, strict=True)), self.precision)
         future = exchange(group, payload, limit=limit)
         names = tuple(grads.names)
-        self.pending[names] = lambda _: self._settle_own(names, targets, decode_gradient(payload, sizes=sizes))
+        self.pending[names] = lambda _: self._settle_own(names, targets, read_messages([payload], sizes), 0)
         messages: Sequence[memoryview] = yield Collective(future, len(payload) * (group.size() - 1))
-        decoded = [decode_gradient(message, sizes=sizes) for message in messages]
+        decoded = read_messages(messages, sizes)
         del self.pending[names]
-        self._settle_own(names, targets, decoded[group.rank()])
+        self._settle_own(names, targets, decoded, group.rank())
+        if decoded is None:
+            return grads.buffer.fill_(torch.nan)
         sums = [
             add_entries(parts, torch.zeros_like(target))
             for parts, target in zip(zip(*decoded, strict=True), targets, strict=True)
         ]
         return self.store(grads, [total.div_(len(decoded)) for total in sums])
 
-    def _settle_own(self, names: Sequence[str], targets: Sequence[Tensor], parts: Sequence[Entries]) -> None:
-        sent = [add_entries([part], torch.zeros_like(target)) for part, target in zip(parts, targets, strict=True)]
-        self.settle(names, targets, sent)
+    def _settle_own(
+        self, names: Sequence[str], targets: Sequence[Tensor], decoded: Sequence[Sequence[Entries]] | None, rank: int
+    ) -> None:
+        """Keep the part that this worker's message has left out.
+
+        It is that of `rank`. A step that is not finite, `decoded` None, leaves the memory as it was: whoever scales
+        gradients skips it.
+        """
+        if decoded is not None:
+            parts = zip(decoded[rank], targets, strict=True)
+            self.settle(names, targets, [add_entries([part], torch.zeros_like(target)) for part, target in parts])
 
     def _part(self, target: Tensor, count: int | None) -> Part:
         if count is None:
@@ -92,7 +102,7 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> Future[Tensor]:
         bucket: The bucket that DistributedDataParallel has filled.
 
     Returns:
-        A future of the bucket's buffer, which then holds the mean of the entries that the workers have sent. A gradient
-        with NaN or infinity is refused by all workers, with an error that is raised in backward.
+        A future of the bucket's buffer, which then holds the mean of the entries that the workers have sent, or NaN if
+        a worker's gradient has NaN or infinity.
     """
     return state.turns.start(bucket, state.steps(state.names.of(bucket)))

@@ -300,8 +300,11 @@ class SparseSum:
         none = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever the script's default device is
         data = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else none
         places, values = data.tensor_split((_INDEX * self._dimensions * count,))
-        shape = (count, *self._dense)
-        return places.view(torch.int64).view(self._dimensions, count), values.clone().view(self._dtype).view(shape)
+        indices = places.view(torch.int64).view(self._dimensions, count)
+        ends = torch.tensor(self._tensor.shape[: self._dimensions], device="cpu").unsqueeze(1)
+        if bool(((indices < 0) | (indices >= ends)).any()):
+            raise BadFrame(f"rank {rank} sent entries outside of the tensor", rank=rank)
+        return indices, values.clone().view(self._dtype).view(count, *self._dense)
 
 
 def _copied(tensor: Tensor) -> bytes:

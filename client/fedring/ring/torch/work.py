@@ -92,13 +92,22 @@ class RingWork(dist.Work):
         return error
 
     def synchronize(self) -> None:
-        """Store received values in the tensors, if not yet done."""
+        """Store received values in the tensors, if not yet done.
+
+        Raises:
+            BadFrame: A rank has sent values that cannot be stored. That ends the generation.
+        """
         if self._finish is None:
             return
-        with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
+        try:
+            with self._lock:
+                if self._finish is not None:
+                    self._finish()
+                # Only now: whoever asks again after an error must not take the tensors for results.
+                self._finish = None
+        except RingError as error:
+            self.failed(error)
+            raise
 
     def is_completed(self) -> bool:
         """Return whether it has ended, with or without an error."""

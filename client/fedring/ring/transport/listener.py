@@ -128,7 +128,8 @@ class PeerService:
         if metadata.get(GENERATION_KEY) != str(self._generation):
             self._traffic.dropped_frames += 1
             context.set_trailing_metadata(((REASON_KEY, "stale_generation"),))
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"this is generation {self._generation}")
+            # Its number is not told: a script's ranks draw it at random, and a stranger who knows it could take part.
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this worker is in another generation")
         if not peer:  # see is_serving
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the stream has no {PEER_KEY}")
         self._check(peer, peer, context)
