@@ -66,14 +66,15 @@ int setenv(const char *name, const char *value, int overwrite) {
     return result;
 }
 
-/* Whether the descriptor is a regular file or a folder below the root. */
-static int is_ours(int fd) {
+/* Whether the descriptor is a regular file or a folder below the root; and whether a daemon only tries its disk there. */
+static int is_ours(int fd, int *is_trial) {
     struct stat status;
     char link[40], path[PATH_MAX];
     if (fd < 0 || fstat(fd, &status) || !(S_ISREG(status.st_mode) || S_ISDIR(status.st_mode))) return 0;
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t length = readlink(link, path, sizeof path - 1);
     size_t above = strlen(page->root);
+    *is_trial = length > 6 && !memcmp(path + length - 6, "/probe", 6);
     return length > 0 && (size_t)length >= above && !memcmp(path, page->root, above) &&
            ((size_t)length == above || path[above] == '/');
 }
@@ -81,8 +82,9 @@ static int is_ours(int fd) {
 /* The error with which a call on the descriptor must fail; 0 = none. */
 static int fails(const int32_t *error, int64_t *count, int fd) {
     int number = page ? __atomic_load_n(error, __ATOMIC_SEQ_CST) : 0;
-    if (!number || !is_ours(fd)) return 0;
-    __atomic_add_fetch(count, 1, __ATOMIC_SEQ_CST);
+    int is_trial;
+    if (!number || !is_ours(fd, &is_trial)) return 0;
+    if (!is_trial) __atomic_add_fetch(count, 1, __ATOMIC_SEQ_CST); /* nothing is kept there, so the daemon goes on */
     return number;
 }
 

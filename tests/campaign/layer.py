@@ -57,7 +57,7 @@ class Page:
 
     @property
     def failed(self) -> int:
-        """How many syncs and writes have failed so far."""
+        """How many syncs and writes have failed so far, but for those of trials of the disk."""
         return sum(_COUNTS.unpack_from(self._bytes, _JUMP.size + _ERRORS.size))
 
 

@@ -96,6 +96,7 @@ def test_the_layer_lets_one_daemon_believe_in_another_time_and_a_failing_disk(tm
         page.fail(writes=FULL)
         assert told("ours.write(b'1')") == str(FULL)
         assert told("print(other.write(b'1'), os.fsync(ours.fileno()), flush=True)") == "1 None"
+        assert told(f"open('{root}/probe', 'wb', 0).write(b'1')") == str(FULL), "not counted: nothing is kept there"
         page.fail()
         assert told("print(ours.write(b'1'), flush=True)") == "1"
         assert page.failed == 2
