@@ -280,7 +280,7 @@ class FileBlobs:
             try:
                 os.posix_fallocate(fd, 0, size)
                 os.pwrite(fd, b"\1", size - 1)
-                os.fsync(fd)
+                os.fsync(fd)  # if it fails, nothing is lost that anybody was told of: the disk is tried again
             finally:
                 os.close(fd)
                 path.unlink(missing_ok=True)
