@@ -1,6 +1,5 @@
 """Requests of operators to start and stop jobs."""
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from fedring.train.jobs.job import Job
 from fedring.train.jobs.override_table import no_client_has, unmatched
 from fedring.train.jobs.round_settings import SCHEDULED
 from fedring.train.orders.signed_job import BadOrder, read_order
+from fedring.untrusted import TooDeep, parse_json
 from fedring.v1 import control_pb2 as pb
 
 _ALL = 1_000_000_000
@@ -171,8 +171,8 @@ def _table_in(text: str) -> dict[str, Any]:
     if (size := len(text.encode())) > MAX_JOB_BYTES:
         raise ConfigError(f"the job is {size} bytes of JSON, above MAX_JOB_BYTES = {MAX_JOB_BYTES}")
     try:
-        table = json.loads(text, parse_int=_whole)
-    except RecursionError:
+        table = parse_json(text, parse_int=_whole)
+    except TooDeep:
         raise ConfigError(f"the job holds more than MAX_DEPTH = {MAX_DEPTH} lists and tables in each other") from None
     if not isinstance(table, dict):
         raise ConfigError("a job must be one JSON object")
