@@ -205,6 +205,7 @@ def look_twice(address: str, ended: Future[int]) -> None:
         listener.settimeout(0.2)
         while looks < 2 and not ended.done():
             with suppress(TimeoutError, ConnectionError), listener.accept()[0] as caller:
+                caller.settimeout(2.0)  # one may say nothing, and others wait behind it
                 looks += caller.recv(1) == b"\x16"  # TLS begins with it, which flctl tries to find out who listens
 
 
