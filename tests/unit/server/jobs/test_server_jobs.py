@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,29 @@ async def test_a_queued_job_stays_in_the_queue_if_the_disk_refuses_its_stop(
         assert await host.ended(second.job_id) == "completed"
 
 
+def refuse_stop(self: JobStore, job_id: int) -> bool:
+    raise StorageFailed("disk_full", "no space left on device")
+
+
+@asynccontextmanager
+async def refused_stop(
+    host: Host, monkeypatch: pytest.MonkeyPatch, gate: str
+) -> AsyncIterator[tuple[JobRow, asyncio.Task[tuple[int, int]]]]:
+    """Stop a job that waits at a gate in the store, while the disk refuses its stop; then open the gate."""
+    session = host.join("a")
+    job, _ = await host.jobs.start(spec(), "")
+    command = await host.command(session)
+    monkeypatch.setattr(JobStore, "stop", refuse_stop)
+    host.gate.close(gate)
+    await host.offer(host.update(command, "a"))
+    await host.gate.reached()
+    async with host.mending():
+        stop = asyncio.create_task(host.jobs.stop(job.job_id))
+        await asyncio.sleep(0)  # it has asked the store, which is busy
+        host.gate.open()
+        yield job, stop
+
+
 async def test_a_job_whose_stop_the_disk_refuses_ends_as_stopped_though_its_last_model_is_being_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,22 +169,9 @@ async def test_a_job_whose_stop_the_disk_refuses_ends_as_stopped_though_its_last
         host.gate.pass_("publish")
         publish(*args)
 
-    def refuse(self: JobStore, job_id: int) -> bool:
-        raise StorageFailed("disk_full", "no space left on device")
-
     async with running(tmp_path) as host:
-        session = host.join("a")
-        job, _ = await host.jobs.start(spec(), "")
-        command = await host.command(session)
         monkeypatch.setattr(ModelStore, "publish", slow)
-        monkeypatch.setattr(JobStore, "stop", refuse)
-        host.gate.close("publish")
-        await host.offer(host.update(command, "a"))
-        await host.gate.reached()
-        async with host.mending():
-            stop = asyncio.create_task(host.jobs.stop(job.job_id))
-            await asyncio.sleep(0)  # it has asked the store, which is busy
-            host.gate.open()
+        async with refused_stop(host, monkeypatch, "publish") as (job, stop):
             assert await stop == (job.job_id, 0)
             assert await host.ended(job.job_id) == "stopped"
 
@@ -175,15 +187,12 @@ async def test_a_job_whose_stop_the_disk_refuses_as_its_end_is_being_noted_ends_
         await asyncio.sleep(0)  # it has asked the store, before the job's end is noted
         return found
 
-    def refuse(self: JobStore, job_id: int) -> bool:
-        raise StorageFailed("disk_full", "no space left on device")
-
     async with running(tmp_path) as host:
         session = host.join("a")
         job, _ = await host.jobs.start(spec(), "")
         command = await host.command(session)
         monkeypatch.setattr(JobRunner, "wind_up", stop_behind)
-        monkeypatch.setattr(JobStore, "stop", refuse)
+        monkeypatch.setattr(JobStore, "stop", refuse_stop)
         async with host.mending():
             await host.offer(host.update(command, "a"))
             assert await host.ended(job.job_id) == "stopped"
@@ -213,22 +222,9 @@ async def test_a_job_whose_end_was_noted_just_before_the_disk_refuses_its_stop_i
         host.gate.pass_("its end is noted")
         return found
 
-    def refuse(self: JobStore, job_id: int) -> bool:
-        raise StorageFailed("disk_full", "no space left on device")
-
     async with running(tmp_path) as host:
-        session = host.join("a")
-        job, _ = await host.jobs.start(spec(), "")
-        command = await host.command(session)
         monkeypatch.setattr(JobStore, "set_state", slow)
-        monkeypatch.setattr(JobStore, "stop", refuse)
-        host.gate.close("its end is noted")
-        await host.offer(host.update(command, "a"))
-        await host.gate.reached()
-        async with host.mending():
-            stop = asyncio.create_task(host.jobs.stop(job.job_id))
-            await asyncio.sleep(0)  # it has asked the store, which is busy
-            host.gate.open()
+        async with refused_stop(host, monkeypatch, "its end is noted") as (job, stop):
             with pytest.raises(NoSuchJob, match=f"job {job.job_id} has just ended"):
                 await stop
             assert await host.ended(job.job_id) == "completed"
